@@ -40,7 +40,7 @@ def leave_one_out_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor, sc
     A group whose rewards are all equal, or which has one member with a reward, has advantage 0.
     """
     exact_R = rewards_R.double()
-    count_R = _counts(exact_R, groups_R)
+    _, count_R = _sums(exact_R, groups_R)
     centered_R = less_group_mean(exact_R, groups_R) * count_R / (count_R - 1).clamp(min=1)
     return _scaled(centered_R, exact_R, groups_R, scale).to(rewards_R.dtype)
 
@@ -68,12 +68,14 @@ def least_variance_advantages(
     from_mean_R = centered_R = less_group_mean(exact_R, groups_R)  # exactly 0 in a group whose rewards are all equal
     if log_weights_R is not None:
         known_R = log_weights_R.double().masked_fill(exact_R.isnan(), -torch.inf)
-        highest_P = known_R.new_full((_num_groups(groups_R),), -torch.inf).scatter_reduce(0, groups_R, known_R, "amax")
+        lowest_P = torch.full_like(groups_R.bincount(), -torch.inf, dtype=known_R.dtype)
+        highest_P = lowest_P.scatter_reduce(0, groups_R, known_R, "amax")
         weights_R = (known_R - highest_P.nan_to_num(neginf=0.0)[groups_R]).exp()
-        total_R = _sums(weights_R, groups_R)
-        centered_R = centered_R - (_sums(weights_R * centered_R, groups_R) / total_R).nan_to_num(0.0)
+        (weighted_R, _), (total_R, _) = _sums(weights_R * centered_R, groups_R), _sums(weights_R, groups_R)
+        centered_R = centered_R - (weighted_R / total_R).nan_to_num(0.0)
     if scale == "group":
-        deviation_R = _means(from_mean_R.square(), groups_R).sqrt()
+        squares_R, count_R = _sums(from_mean_R.square(), groups_R)
+        deviation_R = (squares_R / count_R).sqrt()
         centered_R = centered_R / deviation_R.where(deviation_R > 1e-8, 1.0)
     return centered_R.to(rewards_R.dtype)
 
@@ -132,16 +134,18 @@ def median_advantages(
     exact_R = rewards_R.double()
     centered_R = exact_R - _medians(exact_R, groups_R)
     distance_R = centered_R.abs()
+    distances_R, count_R = _sums(distance_R, groups_R)
     if scale != "none":
         deviation_R = _medians(distance_R, groups_R)
-        deviation_R = torch.where(deviation_R > 0, deviation_R, _means(distance_R, groups_R))
+        deviation_R = torch.where(deviation_R > 0, deviation_R, distances_R / count_R)
         centered_R = centered_R / (deviation_R + 1e-3)
     if scale == "mad_nonzero":
-        nonzero_R = _sums((centered_R.abs() > 1e-6).to(exact_R.dtype), groups_R)
-        centered_R = centered_R * _counts(exact_R, groups_R) / nonzero_R.clamp(min=1)
-    is_median_R = (distance_R == 0) & (_counts(exact_R, groups_R) % 2 == 1)
+        nonzero_R, _ = _sums((centered_R.abs() > 1e-6).to(exact_R.dtype), groups_R)
+        centered_R = centered_R * count_R / nonzero_R.clamp(min=1)
+    is_median_R = (distance_R == 0) & (count_R % 2 == 1)
     places_R = torch.arange(len(groups_R), device=groups_R.device).where(is_median_R, len(groups_R))
-    first_P = places_R.new_full((_num_groups(groups_R),), len(groups_R)).scatter_reduce(0, groups_R, places_R, "amin")
+    none_P = torch.full_like(groups_R.bincount(), len(groups_R))
+    first_P = none_P.scatter_reduce(0, groups_R, places_R, "amin")
     return centered_R.masked_fill(is_median_R & (places_R == first_P[groups_R]), torch.nan).to(rewards_R.dtype)
 
 
@@ -164,12 +168,10 @@ def virtual_maximum_advantages(
             f"advantages.max_reward is {max_reward}, but a completion has reward {highest}; set it to the highest that "
             "the reward functions can give together."
         )
-    virtual = torch.arange(_num_groups(groups_R), device=groups_R.device)
+    virtual = torch.arange(len(groups_R.bincount()), device=groups_R.device)
     with_best = torch.cat([exact_R, torch.full_like(virtual, max_reward, dtype=exact_R.dtype)])
     groups = torch.cat([groups_R, virtual])
-    centered = less_group_mean(with_best, groups)
-    if scale == "group":
-        centered = centered / (_deviations(with_best, groups) + 1e-6)
+    centered = _scaled(less_group_mean(with_best, groups), with_best, groups, scale, epsilon=1e-6)
     return centered[: len(exact_R)].to(rewards_R.dtype)
 
 
@@ -203,46 +205,34 @@ def uniform_groups(rewards_R: torch.Tensor, groups_R: torch.Tensor, num_groups: 
 
 def less_group_mean(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
     """Subtract from each value the mean of its group's that are not NaN."""
-    return values_R - _means(values_R, groups_R)
+    sums_R, counts_R = _sums(values_R, groups_R)
+    return values_R - sums_R / counts_R
 
 
-def _scaled(centered_R: torch.Tensor, exact_R: torch.Tensor, groups_R: torch.Tensor, scale: Scale) -> torch.Tensor:
+def _scaled(
+    centered_R: torch.Tensor, values_R: torch.Tensor, groups_R: torch.Tensor, scale: Scale, epsilon: float = EPSILON
+) -> torch.Tensor:
+    """Divide by the unbiased standard deviation of each group's values, or of all; it is 0 for fewer than two."""
     if scale == "none":
         return centered_R
-    return centered_R / (_deviations(exact_R, groups_R if scale == "group" else torch.zeros_like(groups_R)) + EPSILON)
+    if scale == "batch":
+        groups_R = torch.zeros_like(groups_R)
+    squares_R, counts_R = _sums(less_group_mean(values_R, groups_R).square(), groups_R)
+    return centered_R / ((squares_R / (counts_R - 1).clamp(min=1)).sqrt() + epsilon)
 
 
-# Statistics of each group's values that are not NaN, given to each of its members.
-
-
-def _num_groups(groups_R: torch.Tensor) -> int:
-    return int(groups_R.max()) + 1 if len(groups_R) else 0
-
-
-def _sums(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
-    sums_P = values_R.new_zeros(_num_groups(groups_R)).index_add_(0, groups_R, values_R.nan_to_num(0.0))
-    return sums_P[groups_R]
-
-
-def _counts(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
-    return _sums(values_R.isfinite().long(), groups_R)
-
-
-def _means(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
-    return _sums(values_R, groups_R) / _counts(values_R, groups_R)
-
-
-def _deviations(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
-    """Unbiased standard deviations; 0 for fewer than two."""
-    squares_R = _sums(less_group_mean(values_R, groups_R).square(), groups_R)
-    return (squares_R / (_counts(values_R, groups_R) - 1).clamp(min=1)).sqrt()
+def _sums(values_R: torch.Tensor, groups_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give each member the sum of its group's values that are not NaN, and their number."""
+    counts_P = torch.zeros_like(groups_R.bincount()).index_add_(0, groups_R, values_R.isfinite().long())
+    sums_P = values_R.new_zeros(len(counts_P)).index_add_(0, groups_R, values_R.nan_to_num(0.0))
+    return sums_P[groups_R], counts_P[groups_R]
 
 
 def _medians(values_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
     """Medians; the mean of the two middle ones of an even number."""
     order = values_R.nan_to_num(torch.inf).argsort(stable=True)
     ordered = values_R[order[groups_R[order].argsort(stable=True)]]  # group by group, NaN last
-    sizes_P = torch.bincount(groups_R, minlength=_num_groups(groups_R))
-    start_R, count_R = (sizes_P.cumsum(0) - sizes_P)[groups_R], _counts(values_R, groups_R)
+    sizes_P, (_, count_R) = groups_R.bincount(), _sums(values_R, groups_R)
+    start_R = (sizes_P.cumsum(0) - sizes_P)[groups_R]
     lower_R, upper_R = ordered[start_R + (count_R - 1).clamp(min=0) // 2], ordered[start_R + count_R // 2]
     return torch.lerp(lower_R, upper_R, 0.5)
