@@ -250,7 +250,8 @@ def test_sizes_follow_what_is_known_of_prompts() -> None:
     session, history = session_of("knapsack:least=2"), PromptHistory()
     history.records = {"a": Record(1, pass_rate=1.0), "b": Record(1, pass_rate=0.3)}
     session.open(history, None)
-    assert session._group_sizes(prompts("a", "b", "c"), 6) == [2, 10, 6]
+    session._sizes = session._group_sizes(prompts("a", "b", "c"), 6)
+    assert session._sizes == [2, 10, 6]
     assert session._metrics(run_of()) == {"budget/smallest_group": 2.0, "budget/largest_group": 10.0}
 
 

@@ -386,7 +386,7 @@ class BatchWatch:
         while a function gives 0 to all of them.
         """
         sentences = list[str]()
-        unseen = [] if self._told_of_tokens else spec.unseen_tokens(rollout.completion for rollout in rollouts)
+        unseen = [] if self._told_of_tokens else spec.unseen_tokens([rollout.completion for rollout in rollouts])
         if unseen:
             self._told_of_tokens = True
             sentences.append(

@@ -145,8 +145,7 @@ class RewardRunner(CoreListener):
         arguments = [[call_arguments(each, group, surroundings) for group in groups] for each in self.functions]
         self._pending.append(_Submission(groups, self._calls.start(self._score(self._calls, groups, arguments))))
 
-    def on_group(self, group: RolloutGroup) -> None:
-        self.submit(group)
+    on_group = submit  # pyright: ignore[reportAssignmentType]  (the loop gives one, by its place)
 
     def on_rollout_end(self, failed: bool) -> None:
         """Wait for the rewards, or drop what is being scored."""
@@ -309,7 +308,7 @@ def rollout_inputs(rollout: Rollout, surroundings: Surroundings) -> dict[str, An
         **({} if completion.episode is None else {"episode": completion.episode}),
         "prompt": rollout.asked.removesuffix(rollout.prompt.given),
         "completion": rollout.prompt.given + completion.text,
-        "completion_ids": completion.token_ids_T.tolist(),
+        "completion_ids": completion.arrays[0].tolist(),
         "num_tokens": completion.num_sampled,
         "finish_reason": completion.finish_reason,
         "max_tokens": completion.request.sampling.max_tokens,
@@ -328,7 +327,7 @@ def group_inputs(group: RolloutGroup, surroundings: Surroundings) -> dict[str, A
         **({"episodes": episodes, "environments": environments} if any(episodes) else {}),
         "prompts": [rollout.asked_messages if is_chat else rollout.asked.removesuffix(given) for rollout in rollouts],
         "completions": [_answered(group.prompt, rollout.completion) for rollout in rollouts],
-        "completion_ids": [rollout.completion.token_ids_T.tolist() for rollout in rollouts],
+        "completion_ids": [rollout.completion.arrays[0].tolist() for rollout in rollouts],
         "num_tokens": [rollout.completion.num_sampled for rollout in rollouts],
         "finish_reasons": [rollout.completion.finish_reason for rollout in rollouts],
         "max_tokens": [rollout.completion.request.sampling.max_tokens for rollout in rollouts],

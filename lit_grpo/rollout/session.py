@@ -39,7 +39,6 @@ from lit_grpo.types import (
     PassRule,
     Prompt,
     PromptBatch,
-    Request,
     RolloutGroup,
     SamplingParams,
     over_ranks,
@@ -270,28 +269,39 @@ class RolloutSession:
             ask(plugin, "on_batch_start")
         if self.lengths is not None:
             self.lengths.end(commit=False)  # of a rollout whose update was interrupted
-        self._choose_points()
+            if self._choice is not None and self.plan.follows_lengths:  # when all completions are brought together
+                looks = [ask(plugin, "observes") for plugin in self._hooks["observes"]]
+                barriers = [look.num_tokens for look in looks if look is not None and look.barrier]
+                known = {point: self.lengths.within_correlation(point) for point in self.lengths.points if point}
+                self._points = tuple(barriers[:1]) or self._choice.points(known)
         capacity = run.generator.capacity()
         self._num_slots, self._kept_share = capacity.slots, capacity.kept_share
         if self.mode.carries:
             assert self._stream is not None
             wanted = self.mode.num_wanted(len(self.buffer), self._stream.batch_size)
             batch.prompts = self._stream.draw(int(run.ranks.max(wanted)))  # on all ranks equally many
-        sizes = self._group_sizes(batch.prompts, run.num_generations)
-        requests = group_requests(batch.prompts, sizes, run.sampling, run.sampling_seed)
+        if type(self.allocation) is Plugin:
+            self._sizes = [run.num_generations] * len(batch.prompts)
+        else:
+            self._sizes = self._group_sizes(batch.prompts, run.num_generations)
+        self.buffer.open(group_requests(batch.prompts, self._sizes, run.sampling, run.sampling_seed))
         if self.mode.overlap != "none":
-            self._begin_beside(run, batch, requests, listeners)
+            self._begin_beside(run, batch, listeners)
             return
+        self._rounds = None
+        if self.rewards is not None and (self._has_rounds or self.replaces):
+            self._rounds = RoundScheduler(
+                self.rewards,
+                self.allocation,
+                run.pass_rule,
+                None if self._stream is None else self._stream.further(self.replaces),
+                num_generations=run.num_generations,
+                replacement=self.replacement,
+            )
+        scoring = self._rounds or self.rewards
         listening = run.phases.others = self.listening
-        loop = RolloutLoop(
-            run.generator,
-            self.buffer,
-            self.plan,
-            self.lengths,
-            [run.phases, *listeners, *listening, *self._scoring(run)],
-            self._points,
-        )
-        self.buffer.open(requests)
+        hearing = [run.phases, *listeners, *listening, *([] if scoring is None else [scoring])]
+        loop = RolloutLoop(run.generator, self.buffer, self.plan, self.lengths, hearing, self._points)
         with run.phases.of("rollout"), context():
             stats = loop.run(self.buffer.ready)
             batch.groups = self.buffer.take()
@@ -305,7 +315,8 @@ class RolloutSession:
         batch.prompts = [group.prompt for group in batch.groups]
         if self.replaces and self._rounds is not None and self._stream is not None:
             self._leave_out(batch, run)
-        self._add_members(run, batch.groups)
+        if self._hooks["add_members"]:
+            self._add_members(run, batch.groups)
         parts = {name: Part(value, "max") for name, value in run.generator.sleep().items()}
         parts["rollout/probe_tokens"] = Part(self._points[0] if self._points else 0, "max")
         if self.mode.carries:
@@ -377,45 +388,11 @@ class RolloutSession:
 
     # ---- parts of a batch ---------------------------------------------------------------------------
 
-    def _choose_points(self) -> None:
-        """Choose at how many tokens the next rollout brings all completions together."""
-        if self.lengths is None or self._choice is None or not self.plan.follows_lengths:
-            return
-        for plugin in self._hooks["observes"]:
-            look = ask(plugin, "observes")
-            if look is not None and look.barrier:
-                self._points = (look.num_tokens,)
-                return
-        correlations = {point: self.lengths.within_correlation(point) for point in self.lengths.points if point}
-        self._points = self._choice.points(correlations)
-
     def _group_sizes(self, prompts: Sequence[Prompt], num_generations: int) -> list[int]:
-        """Return how many completions each prompt of a batch gets to begin with."""
-        if type(self.allocation) is Plugin:
-            self._sizes = [num_generations] * len(prompts)
-            return self._sizes
+        """Return how many completions each prompt of a batch gets to begin with, as an allocation says."""
         assert self._history is not None, "open comes first"
         records = self._history.expected([prompt.prompt_id for prompt in prompts])
-        self._sizes = ask(self.allocation, "first_round", records, num_generations, self._num_prompts)
-        return self._sizes
-
-    def _scoring(self, run: Run) -> list[Listener]:
-        """Return what scores groups, and asks for further rounds and prompts."""
-        self._rounds = None
-        if self.rewards is None:
-            return []
-        if not (self._has_rounds or self.replaces):
-            return [self.rewards]
-        further = None if self._stream is None else self._stream.further(self.replaces)
-        self._rounds = RoundScheduler(
-            self.rewards,
-            self.allocation,
-            run.pass_rule,
-            further,
-            num_generations=run.num_generations,
-            replacement=self.replacement,
-        )
-        return [self._rounds]
+        return ask(self.allocation, "first_round", records, num_generations, self._num_prompts)
 
     def _leave_out(self, batch: PromptBatch, run: Run) -> None:
         """Leave flat groups out of a batch's update."""
@@ -495,13 +472,10 @@ class RolloutSession:
 
     # ---- decoding beside an update ------------------------------------------------------------------
 
-    def _begin_beside(
-        self, run: Run, batch: PromptBatch, requests: Sequence[Request], listeners: Sequence[Listener]
-    ) -> None:
+    def _begin_beside(self, run: Run, batch: PromptBatch, listeners: Sequence[Listener]) -> None:
         """Let decoding begin, and the batch be of what is ready, or of what is going to be."""
         assert self.rewards is not None
         self._pump = self._pump or RolloutPump(self.rewards, drains=self.mode.at_sync == "drain")
-        self.buffer.open(requests)
         self._pump.start(
             RolloutLoop(run.generator, self.buffer, self.plan, listeners=[*listeners, *self.listening, self._pump])
         )
