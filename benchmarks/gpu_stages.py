@@ -116,7 +116,7 @@ def update_alive(scale: Scale) -> list[Row]:
     for rollout in group.rollouts:
         rollout.advantage = rollout.reward - 0.5
     layouts = {
-        name: make_micro_batches(group.rollouts, scale.most_tokens, shares_prefix).filled(group.rollouts).rows[0]
+        name: make_micro_batches(group.rollouts, scale.most_tokens, shares_prefix)[0].filled(group.rollouts)
         for name, shares_prefix in (("shared prefix", True), ("rows", False))
     }
     gradients, rows = list[torch.Tensor](), list[Row]()

@@ -418,15 +418,6 @@ def check_training_sampling(sampling: SamplingParams) -> None:
         )
 
 
-def check_minibatches(num_minibatches: int, num_prompts: int) -> None:
-    """Refuse a batch that has fewer prompts than optimizer steps are taken on it."""
-    if num_prompts < num_minibatches:
-        raise ValueError(
-            f"num_minibatches is {num_minibatches}, but a batch has {num_prompts} prompts; "
-            "lower it, or raise data.batch_size."
-        )
-
-
 def check_prompt_lengths(
     prompts: Mapping[str, Sequence[Prompt]],
     sampling: SamplingParams,

@@ -22,7 +22,6 @@ from lit_grpo.checks import (
     check_format,
     check_generations,
     check_micro_batch,
-    check_minibatches,
     check_monitors,
     check_prompt_lengths,
     check_ranks,
@@ -328,7 +327,8 @@ class GRPOModule(EvaluationModule):
             check_training_sampling(self.sampling)
             data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
             num_minibatches = self.settings.num_minibatches
-            check_minibatches(num_minibatches, getattr(data, "batch_size", num_minibatches))
+            if (num_prompts := getattr(data, "batch_size", num_minibatches)) < num_minibatches:
+                raise _few_prompts(num_minibatches, num_prompts)
             self._check_plugins(self.settings.plugins, self.facts())
             self._check_teacher()
             prompts = getattr(data, "prompts", None)
@@ -625,8 +625,8 @@ class GRPOModule(EvaluationModule):
                 self.log_anew("datasets", dataset_metrics(batch.groups, rewards, self.ranks))
             if batch.carried:
                 self.log_dict(staleness_shares(batch.groups, version, self.ranks))
-            else:
-                check_minibatches(self.settings.num_minibatches, len(batch.groups))
+            elif len(batch.groups) < self.settings.num_minibatches:
+                raise _few_prompts(self.settings.num_minibatches, len(batch.groups))
             update = self.learner.learn(batch.groups, rewards) if update is None else update
             with self.observers.may_fail("The finding of batches without signal"):
                 sentence = self._batch_watch.missing_signal(update | {"frac_reward_zero_std": frac_uniform}, version)
@@ -703,3 +703,11 @@ def _check_parts(generator: Any, optimizer: Any, lr_scheduler: Any) -> None:
         if given is not None and not fits:
             kind = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
             raise ValueError(f"{name} is {kind}; give {remedy}, or leave it out.")
+
+
+def _few_prompts(num_minibatches: int, num_prompts: int) -> ValueError:
+    """Return the error of a batch that has fewer prompts than optimizer steps are taken on it."""
+    return ValueError(
+        f"num_minibatches is {num_minibatches}, but a batch has {num_prompts} prompts; lower it, or raise "
+        "data.batch_size."
+    )

@@ -189,20 +189,19 @@ class Trajectory:
     def turns(self) -> list[list[int]]:
         """The tokens of each turn: a stretch of sampled tokens, between two that were observed."""
         token_ids: list[int] = self.token_ids_T.tolist()
-        return [token_ids[begin:end] for begin, end in self.places_of_turns]
+        return [token_ids[begin:end] for begin, end, _ in self.places_of_turns]
 
     @property
-    def places_of_turns(self) -> list[tuple[int, int]]:
-        """Beginning and end of each turn."""
-        places: list[tuple[int, int]] = []
-        begin, in_turn = 0, False
-        for segment in self.segments:
-            end, is_sampled = begin + segment.num_tokens, segment.version is not None
-            if is_sampled and in_turn:
-                places[-1] = (places[-1][0], end)
-            elif is_sampled:
-                places.append((begin, end))
-            begin, in_turn = end, is_sampled
+    def places_of_turns(self) -> list[tuple[int, int, int]]:
+        """Beginning and end of each turn, and how many of its tokens are trained on."""
+        places: list[tuple[int, int, int]] = []
+        end, in_turn = 0, False
+        for num_tokens, version, is_trained in self.segments:
+            end, is_sampled = end + num_tokens, version is not None
+            if is_sampled:
+                begin, _, before = places.pop() if in_turn else (end - num_tokens, end, 0)
+                places.append((begin, end, before + (num_tokens if is_trained else 0)))
+            in_turn = is_sampled
         return places
 
     @property
@@ -215,7 +214,7 @@ class Trajectory:
             return [self]
         columns = [values.tolist() for values in (self.token_ids_T, self.logprobs_T, self.versions_T, self.trained_T)]
         rows: list[Trajectory] = []
-        for context, (begin, end) in zip(self.contexts, self.places_of_turns, strict=True):
+        for context, (begin, end, _) in zip(self.contexts, self.places_of_turns, strict=True):
             token_ids, logprobs, versions, trained = (values[begin:end] for values in columns)
             number = len(context)
             row = Trajectory(
@@ -236,22 +235,8 @@ class Trajectory:
         """
         import torch
 
-        counts = torch.tensor(self.trained_of_turns, dtype=torch.int64)
+        counts = torch.tensor([number for _, _, number in self.places_of_turns], dtype=torch.int64)
         return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
-
-    @property
-    def trained_of_turns(self) -> list[int]:
-        """Number of tokens of each of ``turns`` that are trained on."""
-        counts: list[int] = []
-        in_turn = False
-        for segment in self.segments:
-            is_sampled = segment.version is not None
-            if is_sampled and not in_turn:
-                counts.append(0)
-            if segment.trained:
-                counts[-1] += segment.num_tokens
-            in_turn = is_sampled
-        return counts
 
     @property
     def sampled_ids(self) -> list[int]:
@@ -279,8 +264,8 @@ class Trajectory:
 
     def until(self, num_tokens: int) -> Trajectory:
         """Return its first tokens; ``entropy`` stays, as the best that is known of them."""
-        part = Trajectory(self.token_ids_T[:num_tokens], self.logprobs_T[:num_tokens], entropy=self.entropy)
-        part._cut(self.versions_T[:num_tokens], self.trained_T[:num_tokens])
+        columns = (self.token_ids_T, self.logprobs_T, self.versions_T, self.trained_T)
+        part = Trajectory(*(values_T[:num_tokens] for values_T in columns), entropy=self.entropy)
         part.engines = self.engines
         return part
 
@@ -288,13 +273,14 @@ class Trajectory:
         self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, version: int | None = None
     ) -> Trajectory:
         """Return this followed by more tokens: sampled with ``logprobs`` by ``version``, or observed without."""
+        number = len(token_ids)
         whole = Trajectory(
             [*self.token_ids_T.tolist(), *token_ids],
-            [*self.logprobs_T.tolist(), *(logprobs or [0.0] * len(token_ids))],
-            entropy=self.entropy,
+            [*self.logprobs_T.tolist(), *(logprobs or [0.0] * number)],
+            [*self.versions_T.tolist(), *[OBSERVED if version is None else version] * number],
+            [*self.trained_T.tolist(), *[True] * number],
+            self.entropy,
         )
-        new = [OBSERVED if version is None else version] * len(token_ids)
-        whole._cut([*self.versions_T.tolist(), *new], [*self.trained_T.tolist(), *([True] * len(token_ids))])
         whole.engines = self.engines
         return whole
 

@@ -458,7 +458,7 @@ class Rollout:
         counts, weights_T = [row.num_trained for row in rows], self.columns.get("ce_weight")
         columns = {name: its.split(counts) for name, its in self.columns.items() if name != "ce_weight"}
         found: list[Rollout] = []
-        for turn, (row, (begin, end)) in enumerate(zip(rows, self.completion.places_of_turns, strict=True)):
+        for turn, (row, (begin, end, _)) in enumerate(zip(rows, self.completion.places_of_turns, strict=True)):
             own = {name: its[turn] for name, its in columns.items()}
             if weights_T is not None:
                 own["ce_weight"] = weights_T.new_zeros(row.num_tokens)
@@ -580,10 +580,8 @@ class PromptBatch:
     @property
     def rollouts(self) -> list[Rollout]:
         """All rollouts that no batch has had before, group by group."""
-        rollouts: list[Rollout] = []
-        for group in self.groups:
-            rollouts += group.fresh
-        return rollouts
+        every = (rollout for group in self.groups for rollout in group.rollouts)
+        return [rollout for rollout in every if not (rollout.trained_before or rollout.replayed)]
 
 
 class Part(NamedTuple):

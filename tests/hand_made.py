@@ -37,7 +37,7 @@ from lit_grpo.types import (
     SamplingParams,
 )
 from lit_grpo.update.advantages.estimator import GroupRewards
-from lit_grpo.update.batches.layout import MicroBatches, PackedRow, RowPart, lay_out, lay_out_padded
+from lit_grpo.update.batches.layout import PackedRow, RowPart, lay_out, lay_out_padded
 from lit_grpo.update.objective.tokens import StepTotals, Tokens
 from lit_grpo.update.plugin import Batch
 from lit_grpo.update.step import Step
@@ -111,7 +111,7 @@ def make_micro_batch(
         if isinstance(advantage, torch.Tensor):
             rollout.columns["token_advantage"] = advantage
         rollout.advantage = 0.0 if isinstance(advantage, torch.Tensor) else advantage
-    return MicroBatches([row], shared_prefix).filled(rollouts).rows[0]
+    return row.filled(rollouts)
 
 
 @torch.no_grad()

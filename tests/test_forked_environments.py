@@ -73,7 +73,7 @@ class Forks(Listener):
         request = completion.request
         if request.path != self.path:
             return None
-        prefixes = [completion.until(start + self.inside) for start, _ in completion.places_of_turns]
+        prefixes = [completion.until(start + self.inside) for start, _, _ in completion.places_of_turns]
         begun = [prefix for prefix in prefixes if prefix.num_tokens]
         made = [replace(request, path=(*self.path, n), prefix=prefix) for n, prefix in enumerate(begun)]
         self.begun = {each.path: len(completion.turns) - len(made) + n for n, each in enumerate(made)}

@@ -18,7 +18,7 @@ from lit_grpo.plugins import fresh
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import OBSERVED, Completion, PassRule, Prompt, Rollout, RolloutGroup
 from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages, GroupRewards
-from lit_grpo.update.batches.layout import MicroBatches
+from lit_grpo.update.batches.layout import PackedRow
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
@@ -352,7 +352,7 @@ def test_rollouts_are_cut_and_laid_out_once_for_all_that_is_measured_of_them_and
     """The reference, log-probs before the first step, entropies before each, and two gradients; then another batch."""
     cut = list[int]()
 
-    def counted(rollouts: Sequence[Rollout], *rest: Any, **options: Any) -> MicroBatches:
+    def counted(rollouts: Sequence[Rollout], *rest: Any, **options: Any) -> list[PackedRow]:
         cut.append(len(rollouts))
         return make_micro_batches(rollouts, *rest, **options)
 

@@ -13,7 +13,7 @@ from conftest import table_rows
 from hand_made import make_micro_batch, make_rollout
 
 from lit_grpo.types import Completion, Rollout
-from lit_grpo.update.batches.layout import PackedRow
+from lit_grpo.update.batches.layout import PackedRow, empty_row, in_order
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.prefix.layout import Stretch
 
@@ -101,14 +101,14 @@ def test_no_rollouts_make_no_micro_batch() -> None:
 
 def test_micro_batches_are_laid_out_once_and_empty_ones_follow() -> None:
     rollouts = [make_rollout([n], [7] * n) for n in (3, 2)]
-    made = make_micro_batches(rollouts, 6).and_empty(2)
-    assert next(iter(made)) is next(iter(made))
+    made = [*make_micro_batches(rollouts, 6), empty_row(True), empty_row(True)]
+    assert next(in_order(made)) is made[0]
     rollouts[0].advantage, rollouts[1].advantage = 1.0, 2.0
-    first = made.filled(rollouts)
+    first = [row.filled(rollouts) for row in made]
     rollouts[0].columns["token_advantage"], rollouts[1].advantage = torch.tensor([0.5, 0.25, 0.0]), 3.0
     for rollout in rollouts:
         rollout.columns["mask"] = torch.arange(rollout.completion.num_trained) > 0
-    others = made.filled(rollouts)
+    others = [row.filled(rollouts) for row in made]
     assert [batch.advantages_N.tolist() for batch in first] == [[1.0] * 3, [2.0] * 2, [], []]
     assert [batch.advantages_N.tolist() for batch in others] == [[0.5, 0.25, 0.0], [3.0] * 2, [], []]
     masks = [batch.columns["mask"].tolist() for batch in others if "mask" in batch.columns]
@@ -228,7 +228,7 @@ def test_a_prompt_is_in_the_row_of_the_last_micro_batch_that_has_responses_to_it
     for micro_batch in make_micro_batches(rollouts, rng.randint(20, 100)):
         row = micro_batch.input_ids_BT[0]
         for prompt, span in prompts_and_spans(micro_batch):
-            ids = span.token_ids if prompt.carried else tuple(row[prompt.rows].tolist())
+            ids = span.token_ids if prompt.carried else tuple(row[prompt.start : prompt.start + prompt.length].tolist())
             places.setdefault(ids, []).append((prompt.carried, span))
     for carried in places.values():
         assert [is_carried for is_carried, _ in carried] == [True] * (len(carried) - 1) + [False]
@@ -275,7 +275,7 @@ def goes_once(micro_batch: PackedRow) -> bool:
         beginnings |= {(prompt, completion[:end]) for end in range(1, len(completion))}
         tokens |= {(prompt, completion[:end]) for end in range(1, len(completion) + 1)}
     in_row = sum(stretch.length for stretch in micro_batch.stretches if stretch.first) if micro_batch.weight else 0
-    through_head = len(micro_batch.target_ids_U)
+    through_head = len(micro_batch.unique("target_id"))
     shares = "unique" in micro_batch.columns
     return in_row == len(beginnings) and (through_head == len(tokens) or not shares)
 
@@ -297,7 +297,8 @@ def test_nothing_is_lost_and_nothing_is_over_budget(seed: int, shared_prefix: bo
         rollout.advantage = rng.gauss(0, 1)
     least = least_tokens(rollouts, shared_prefix)
     budget = least + rng.randrange(0, 3 * least)
-    micro_batches = make_micro_batches(rollouts, budget, shared_prefix, least_shared=least_shared).filled(rollouts)
+    cut = make_micro_batches(rollouts, budget, shared_prefix, least_shared=least_shared)
+    micro_batches = [row.filled(rollouts) for row in cut]
 
     rows = [row for micro_batch in micro_batches for row in rows_of(micro_batch)]
     assert sorted(rows) == sorted(map(row_of, rollouts))

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lit_grpo.policy.architecture.decoder import logit_map
 from lit_grpo.policy.architecture.states import state_layers
 from lit_grpo.types import Rollout
-from lit_grpo.update.batches.layout import LEAST_SHARED
+from lit_grpo.update.batches.layout import LEAST_SHARED, in_order
 from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.logprobs.checkpointing import KEPT, KeptBytes, checkpoint_layers
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
@@ -164,7 +164,7 @@ def check_against_plain(
     model.zero_grad()
     micro_batches = make_micro_batches(rollouts, max_tokens, least_shared=least_shared)
     with shared_prefixes(model):
-        for micro_batch in micro_batches:
+        for micro_batch in in_order(micro_batches):
             members = [rollouts[row] for row in micro_batch.rows]
             logprobs_N, _ = micro_batch_logprobs(model, micro_batch, 1.0)
             expected_N = torch.cat([torch.empty(0), *(expected[id(rollout)] for rollout in members)])
@@ -237,7 +237,7 @@ def test_the_prompt_of_a_split_group_goes_through_the_model_twice_however_many_m
     )
     rollouts = [make_rollout([3] * 7, [4, 5, 6], sample_id=sample) for sample in range(10)]
     with shared_prefixes(model):
-        for micro_batch in make_micro_batches(rollouts, 10):  # three completions, or the prompt and one
+        for micro_batch in in_order(make_micro_batches(rollouts, 10)):  # three completions, or the prompt and one
             micro_batch_logprobs(model, micro_batch, 1.0)[0].sum().backward()
     assert seen == [(7, False), (6, True), (6, True), (6, True), (9, True)]
 
@@ -248,9 +248,9 @@ def test_what_was_carried_of_a_prompt_is_given_up_in_its_last_micro_batch() -> N
     gc.disable()
     try:
         with shared_prefixes(model):
-            for micro_batch in make_micro_batches(rollouts, 10):
+            for micro_batch in in_order(make_micro_batches(rollouts, 10)):
                 micro_batch_logprobs(model, micro_batch, 1.0)[0].sum().backward()
-                (prompt,) = micro_batch.spans
+                (prompt,) = (*micro_batch.carried, *(span for _, span in micro_batch.in_row))
                 references += [weakref.ref(carried) for carried in prompt._carried.values()]
         assert len(references) == 3 * (2 * 3 + 1)  # keys and values of three layers, and the last hidden state
         assert not any(reference() for reference in references)

@@ -145,9 +145,9 @@ def test_turns_are_counted_by_their_tokens_that_are_trained_on() -> None:
     trained = [True, True, False, True, True, False, False, False, False]
     trajectory = Trajectory(range(9), [-1.0] * 9, versions, trained)
     assert [len(turn) for turn in trajectory.turns] == [2, 3, 1]
-    assert trajectory.trained_of_turns == [2, 2, 0]
+    assert [number for _, _, number in trajectory.places_of_turns] == [2, 2, 0]
     assert trajectory.of_turns([1.0, 2.0, 3.0]).tolist() == [1.0, 1.0, 2.0, 2.0]
-    assert Trajectory().trained_of_turns == []
+    assert Trajectory().places_of_turns == []
 
 
 def test_sums_and_means_over_completions_take_empty_ones_and_none_at_all() -> None:

@@ -233,7 +233,7 @@ def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: An
     while todo:
         key, begun_with, in_a_row = todo.pop()
         completion, number = found[key], 0
-        starts = [begin for begin, _ in completion.places_of_turns]
+        starts = [begin for begin, _, _ in completion.places_of_turns]
         for turn, start in enumerate(starts[1:], 2):
             if start <= begun_with:
                 continue

@@ -93,7 +93,7 @@ class ARPO(Widening):
     def _look_at(self, completion: Completion) -> None:
         """Ask for a branch before the last turn of a completion, where that is to be."""
         request = completion.request
-        starts = [begin for begin, _ in completion.places_of_turns]
+        starts = [begin for begin, _, _ in completion.places_of_turns]
         if len(starts) < 2 or starts[-1] == self._begun_with.get(request.key):
             return
         members = self._members.setdefault(request.group, {request.key})

@@ -150,7 +150,7 @@ def divided(chances: Sequence[float], numbers: Sequence[int], budget: int) -> li
 
 def anchors(path: Trajectory) -> list[Trajectory]:
     """Return what a path had come to as each of its turns began."""
-    return [path.until(begin) for begin, _ in path.places_of_turns]
+    return [path.until(begin) for begin, _, _ in path.places_of_turns]
 
 
 def features(prompt: Sequence[int], anchor: Trajectory, window: int) -> np.ndarray:

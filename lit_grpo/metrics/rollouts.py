@@ -46,12 +46,12 @@ def rollout_metrics(
                 lengths.append(rollout.completion.num_sampled)
                 is_cut_off.append(rollout.completion.finish_reason == "length")
     fresh_R = torch.tensor(is_fresh, dtype=torch.bool)
-    rewards = rewards.only(torch.tensor(is_sampled, dtype=torch.bool))
+    rewards_R = rewards.rewards_R.masked_fill(~torch.tensor(is_sampled, dtype=torch.bool), math.nan)
     own = {
-        "rewards": rewards.rewards_R[fresh_R].double(),
+        "rewards": rewards_R[fresh_R].double(),
         "by_function": rewards.by_function_RK[fresh_R].double(),
-        "within_group": less_group_mean(rewards.rewards_R.double(), rewards.groups_R),
-        "uniform": uniform_groups(rewards.rewards_R, rewards.groups_R, len(groups)).double(),
+        "within_group": less_group_mean(rewards_R.double(), rewards.groups_R),
+        "uniform": uniform_groups(rewards_R, rewards.groups_R, len(groups)).double(),
         "empty": torch.tensor(is_empty).double(),
         "lengths": torch.tensor(lengths).double(),
         "cut_off": torch.tensor(is_cut_off).double(),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from lit_grpo.budgets.history import PromptHistory
+from lit_grpo.budgets.history import PromptHistory, Visit
 from lit_grpo.plugins import ask, writing
 from lit_grpo.plugins.columns import OF_CANDIDATES, row_name
+from lit_grpo.types import Rollout
 from lit_grpo.update.advantages.estimator import GroupRewards
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import Batch
-from lit_grpo.update.step import log_baseline_weights
 
 
 def fill_batch(batch: Batch, passes: PolicyPasses, history: PromptHistory, is_whole: bool = True) -> None:
@@ -26,7 +27,7 @@ def fill_batch(batch: Batch, passes: PolicyPasses, history: PromptHistory, is_wh
         batch: Batch to fill, whose ``rewards`` are compared.
         passes: Sends tokens through the policy, with the estimator and plug-ins of its settings. All ranks of the run
             call this together, unless settings and plug-ins need no ``all_ranks``.
-        history: Earlier visits of prompts.
+        history: Earlier visits of prompts; it takes these too, and counts them once it is committed.
         is_whole: Whether all ranks have their part of the batch, so that an error is raised on all of them.
 
     Raises:
@@ -48,6 +49,7 @@ def fill_batch(batch: Batch, passes: PolicyPasses, history: PromptHistory, is_wh
             _check_old_logprobs(own)
         if "candidates" in plugin.writes:
             _fill_candidates(replace(batch, writer=own.writer))
+    history.note(_visits(batch))
 
 
 def _estimate(
@@ -79,7 +81,7 @@ def _estimate(
     left_R = torch.tensor([math.isnan(rollout.advantage) for rollout in batch.rollouts], dtype=torch.bool)
     rewards = batch.rewards.only(~left_R) if left_R.any() else batch.rewards
     if scores is not None:
-        rewards = replace(rewards, log_weights_R=log_baseline_weights(batch.rollouts, scores))
+        rewards = replace(rewards, log_weights_R=_log_baseline_weights(batch.rollouts, scores))
     weights_K = torch.tensor(list(settings.weights.values()), dtype=torch.float64)
     if "all_ranks" in estimator.needs:
         everyone = ranks.gather(rewards)
@@ -96,6 +98,23 @@ def _estimate(
             continue
         learns = settings.learns_unrewarded and math.isnan(reward) and settings.learns_without_reward(rollout.prompt)
         rollout.advantage = 0.0 if learns else advantage
+
+
+def _visits(batch: Batch) -> list[Visit]:
+    """Return what the groups of a batch are remembered by; what is replayed has been counted at an earlier visit."""
+    rewards, visits = iter(batch.rewards.rewards_R.tolist()), list[Visit]()
+    for group in batch.groups:
+        sampled, num_passed, num_tokens = list[float](), 0, 0
+        for rollout, reward in zip(group.rollouts, rewards, strict=False):
+            if rollout.replayed:
+                continue
+            sampled.append(reward)
+            num_passed += batch.pass_rule.passes(rollout.rewards) and not math.isnan(reward)
+            num_tokens += rollout.completion.num_sampled
+        prompt = group.prompt
+        visit = Visit(prompt.prompt_id, prompt.visit, sampled, num_passed, num_tokens, batch.version, prompt.altered)
+        visits.append(visit)
+    return visits
 
 
 def _check_old_logprobs(batch: Batch) -> None:
@@ -144,3 +163,26 @@ def _fill_candidates(batch: Batch) -> None:
         none = torch.zeros((number, width), dtype=torch.int64), torch.full((number, num_values), math.nan)
         for name, values in zip(OF_CANDIDATES, none, strict=True):
             rollout.columns.setdefault(name, values)
+
+
+def _log_baseline_weights(rollouts: Sequence[Rollout], scores: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the log of ``w^2 |grad log pi|^2`` of each rollout, for a baseline of least variance.
+
+    ``w`` is policy / sampler of the whole completion. The square of the gradient's norm is approximated by the sum of
+    its tokens', each with respect to the last hidden state: a token's score has mean 0 given those before, so that
+    products of two tokens' are 0 on average, and layers below are taken to stretch all tokens' gradients alike.
+
+    Args:
+        rollouts: Of whole groups; without a token to learn from a rollout counts nothing.
+        scores: Log-prob and squared norm of each rollout's tokens that are trained on, shape (T, 2).
+    """
+    weights = []
+    for rollout, scores_T2 in zip(rollouts, scores, strict=True):
+        completion = rollout.completion
+        if not completion.num_trained:
+            weights.append(-torch.inf)
+            continue
+        logprobs_T, squares_T = scores_T2.unbind(1)
+        log_ratio = float((logprobs_T - completion.logprobs_T[completion.trained_T]).sum())
+        weights.append(2 * log_ratio + float(squares_T.sum().log()))
+    return torch.tensor(weights, dtype=torch.float64)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,20 +27,10 @@ from lit_grpo.update.objective.kl import KL_ESTIMATORS
 from lit_grpo.update.objective.tokens import StepTotals
 from lit_grpo.update.passes import PolicyPasses
 from lit_grpo.update.plugin import Batch, SquaredNorm
-from lit_grpo.update.step import (
-    PROVISIONAL,
-    Step,
-    counted_and_trained,
-    problem_of,
-    with_advantage,
-    with_ce,
-    without_unweighted,
-)
+from lit_grpo.update.step import PROVISIONAL, Step, thinned, with_ce
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from lit_grpo.plugins import Plugin
 
 DENOMINATORS = ("old_logprob", "proximal_logprob")
 """Columns that probability ratios are taken to."""
@@ -106,7 +97,7 @@ class Learner:
             rollouts += batch.rollouts
             for numbers in torch.arange(len(some)).tensor_split(num_minibatches) * num_iterations:
                 minibatch = [rollout for number in numbers.tolist() for rollout in some[number].rollouts]
-                parts.append(self._step(minibatch, is_whole))
+                parts.append(self.make_step(minibatch, is_whole))
                 with as_shards(self.policy):
                     if num_parts == 1 or not is_whole:
                         passes.gradient(parts, metrics, is_whole)
@@ -120,7 +111,7 @@ class Learner:
             step, scale = self._together(parts, metrics)
             self._take_step(step, metrics, scale)
         advantages_R2 = torch.empty((len(rollouts), 2), dtype=torch.float32)
-        passes.forget_rows()
+        passes.laid_out.clear()
         for row, rollout in enumerate(rollouts):
             of_tokens, rollout.columns = rollout.columns.get("token_advantage"), {}
             largest = rollout.advantage if of_tokens is None or not len(of_tokens) else float(of_tokens.abs().max())
@@ -137,13 +128,19 @@ class Learner:
         """Take the optimizer steps of a batch without rollouts, on the examples of a plug-in; return what to log."""
         metrics, passes = TokenMetrics(self.gap_limits), self.passes
         for _ in range(self.settings.updates_per_batch):
-            step = self._step((), is_whole=True)
+            step = self.make_step((), is_whole=True)
             with as_shards(self.policy):
                 passes.gradient([step], metrics)
                 self._take_step(step, metrics)
-        passes.forget_rows()
+        passes.laid_out.clear()
         logs = metrics.compute(passes.ranks.sum, passes.ranks.max)
         return {name: logs[name] for name in logs if name.startswith(("loss", "ce/", "grad_norm", "lr", "update/"))}
+
+    @property
+    def progress(self) -> float:
+        """The fraction of the run's updates that has been made; 0 if it is not known how many there are."""
+        total = self.settings.total_updates
+        return 0.0 if total is None else min(self.optimization.policy_version / max(total, 1), 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint needs."""
@@ -180,7 +177,7 @@ class Learner:
         for rollout in rollouts:
             rollout.columns = {}  # of an update that failed
         replayed = [rollout for rollout in rollouts if rollout.recompute]
-        told = (problem_of(rollouts), bool(replayed))
+        told = (_problem_of(rollouts), bool(replayed))
         everyone = passes.ranks.gather(told) if is_whole else [told]
         for problem in filter(None, (each for each, _ in everyone)):
             raise ValueError(problem)  # on every rank, so that none waits for another
@@ -210,14 +207,13 @@ class Learner:
             settings.pass_rule,
             passes.ranks.gather,
             rewards,
-            settings.progress(version),
+            self.progress,
             passes.by_completion,
             several_updates,
             self.policy.config.get_text_config().vocab_size,
             passes.ranks.rank,
         )
         fill_batch(batch, passes, self.history, is_whole)
-        self.history.note(rewards.visits(groups, settings.pass_rule, version))
         return batch
 
     def _recompute(self, rollouts: Sequence[Rollout]) -> None:
@@ -240,26 +236,35 @@ class Learner:
 
     # ---- a step -------------------------------------------------------------------------------------
 
-    def _step(self, rollouts: Sequence[Rollout], is_whole: bool) -> Step:
+    def make_step(self, rollouts: Sequence[Rollout], is_whole: bool) -> Step:
         """Choose what goes through the policy in a step, and count what its loss is divided by.
 
-        Without rollouts the step has examples alone. If it is not whole, rollouts of the step are still to come, and
-        the denominator is provisional. A rollout without an advantage (NaN), or that is not kept, counts in nothing.
-        One with advantage 0 has gradient 0 unless the objective has another term, so it does not go through the policy;
-        it counts in the denominator all the same.
+        Without rollouts the step has examples alone. Those without an advantage (NaN) or a token to learn from, and
+        those that are not kept, count in nothing. Those that ended at the limit on their length count as completions,
+        but their tokens do not, where ``mask_truncated`` (DAPO's overlong filtering; as in TRL). One whose advantage,
+        and that of all of its tokens, is 0 has gradient 0 unless the objective has another term, so it does not go
+        through the policy; it counts in the denominator all the same.
+
+        Args:
+            rollouts: Rollouts of the step on this rank; a completion may have several rows.
+            is_whole: Whether these are all rollouts of the step; else the denominator is provisional.
         """
-        settings, passes, version = self.settings, self.passes, self.optimization.policy_version
-        objective, ranks = settings.objective, passes.ranks
-        counted, trained = counted_and_trained(rollouts, objective.mask_truncated)
+        settings, passes, ranks = self.settings, self.passes, self.passes.ranks
+        objective, num_tokens, num_sequences, trained = settings.objective, 0, 0, list[Rollout]()
+        for rollout in rollouts:
+            if not math.isnan(rollout.advantage) and rollout.kept and rollout.completion.num_trained:
+                num_sequences += 1
+                if not objective.mask_truncated or rollout.completion.finish_reason != "length":
+                    trained += rollout.rows
         for row in trained:
+            num_tokens += row.completion.num_trained
             for name in ("mask", "weight", "chunks"):
                 row.columns.pop(name, None)  # of an earlier step
-        own = StepTotals(sum(row.completion.num_trained for row in trained), len(counted), settings.max_tokens)
-        provisional = StepTotals(PROVISIONAL, PROVISIONAL, settings.max_tokens, PROVISIONAL)
+        own = StepTotals(num_tokens, num_sequences, settings.max_tokens)
         step = Step(
             rollouts=trained,
-            version=version,
-            progress=settings.progress(version),
+            version=self.optimization.policy_version,
+            progress=self.progress,
             ranks=ranks,
             policy=self.policy,
             optimizer=self.optimization.optimizer,
@@ -267,10 +272,10 @@ class Learner:
             visit=lambda visitor: passes.visit(step.rollouts, visitor),
             beta=self.beta,
             own=own,
-            totals=provisional,
+            totals=StepTotals(PROVISIONAL, PROVISIONAL, settings.max_tokens, PROVISIONAL),
             values={"entropy_coefficient": objective.entropy.coefficient},
         )
-        self._call(step, "on_minibatch", lambda plugin: not plugin.writes.intersection(LATE))
+        self._call(step, "on_minibatch", late=False)
         rows = [*rollouts, *step.values.get("examples", ())]
         if is_whole:
             is_masked = any("mask" in row.columns for row in trained)
@@ -279,13 +284,18 @@ class Learner:
                 for row, mask_N in zip(trained, step.highest(entropies, objective.top_entropy_quantile), strict=True):
                     row.columns["mask"] = mask_N
             step = replace(step, totals=self._totals(own, trained, rows))
-        if "entropy_coefficient" not in settings.written and not objective.uses_every_completion:
-            trained = with_advantage(trained)
-        trained = [without_unweighted(row) for row in trained]
+        all_learn = "entropy_coefficient" in settings.written or objective.uses_every_completion
+        through = list[Rollout]()
+        for row in trained:
+            of_tokens, candidates = row.columns.get("token_advantage"), row.columns.get("candidate_values")
+            learns = all_learn or row.advantage != 0 or (of_tokens is not None and bool(of_tokens.any()))
+            if learns or (candidates is not None and not candidates.isnan().all()):
+                weights_N = row.columns.get("weight")
+                through.append(row if weights_N is None else thinned(row, weights_N != 0, row.completion.num_trained))
         if any(step.totals.num_ce_tokens):
-            trained = with_ce(rows, trained)
-        step = replace(step, rollouts=trained)
-        self._call(step, "on_minibatch", lambda plugin: bool(plugin.writes.intersection(LATE)))
+            through = with_ce(rows, through)
+        step = replace(step, rollouts=through)
+        self._call(step, "on_minibatch", late=True)
         return step
 
     def _totals(self, own: StepTotals, trained: Sequence[Rollout], rows: Sequence[Rollout]) -> StepTotals:
@@ -302,11 +312,17 @@ class Learner:
         num_tokens, num_sequences, num_kept, num_masked, *num_ce = map(int, sums)
         return StepTotals(num_tokens, num_sequences, own.max_tokens, num_kept, tuple(num_ce), bool(num_masked))
 
-    def _call(self, step: Step, hook: str, are: Callable[[Plugin], bool] = lambda _: True) -> None:
-        settings = self.settings
-        for plugin in settings.hooked[hook]:
-            if are(plugin):
-                ask(plugin, hook, step.of(plugin, hook, settings.source_of(plugin)))
+    def _call(self, step: Step, hook: str, late: bool | None = None) -> None:
+        """Let plug-ins act on a step, each on its part.
+
+        Args:
+            step: The step.
+            hook: Name of the hook.
+            late: Whether only those act that write late columns, or only the others; by default all do.
+        """
+        for plugin in self.settings.hooked[hook]:
+            if late is None or late == bool(plugin.writes.intersection(LATE)):
+                ask(plugin, hook, step.of(plugin, hook, self.settings.source_of(plugin)))
 
     def _together(self, parts: Sequence[Step], metrics: TokenMetrics) -> tuple[Step, float]:
         """Divide the gradient of all parts of a step by the true totals instead of the provisional ones.
@@ -406,3 +422,27 @@ class Learner:
                 f"{names[-1] if names else 'the generator'} has sampled)"
             )
         return largest, place
+
+
+def _problem_of(rollouts: Sequence[Rollout]) -> str | None:
+    """Say why rollouts cannot be trained on; None where they can.
+
+    A token that is to be trained on has no log-prob of the generator's, or two completions have the same key, by which
+    their values are looked up.
+    """
+    for rollout in rollouts:
+        logprobs_T, (prompt_id, visit, path) = rollout.completion.logprobs_T, rollout.completion.request.key
+        missing_T = logprobs_T.isnan()
+        if missing_T.any() and (missing_T := missing_T & rollout.completion.trained_T).any():
+            return (
+                f"Sample {path} of prompt {prompt_id!r}, visit {visit}, has no sampled log-prob (NaN) for token "
+                f"{int(missing_T.int().argmax())}; the generator must give one for every token that it samples."
+            )
+    counts = Counter(rollout.completion.request.key for rollout in rollouts)
+    for (prompt_id, visit, path), count in counts.items():
+        if count > 1:
+            return (
+                f"{count} completions are sample {path} of prompt {prompt_id!r}, visit {visit}, and would be taken for "
+                "one another; give each request a path of its own, such as (sample, segment)."
+            )
+    return None

@@ -60,6 +60,7 @@ class LearnerSettings:
     sequence_parallel_size: Count = 1
     shares_prefix: bool = True
     total_updates: int | None = None
+    updates_per_batch: int = field(default=1, init=False)
     learns_unrewarded: bool = field(default=False, init=False)
     has_rollouts: bool = field(default=True, init=False)
     ce_sources: Sequence[Plugin] = field(default=(), init=False)
@@ -68,6 +69,7 @@ class LearnerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
+        self.updates_per_batch = self.num_iterations * self.num_minibatches
         self.set_plugins(*self.plugins)
 
     def set_plugins(self, *plugins: Plugin) -> None:
@@ -108,10 +110,6 @@ class LearnerSettings:
         unrewarded = (plugin for plugin in self.plugins if "learns_unrewarded" in plugin.traits)
         return not self.has_rollouts or any(prompt.is_of(plugin.datasets) for plugin in unrewarded)
 
-    @property
-    def updates_per_batch(self) -> int:
-        return self.num_iterations * self.num_minibatches
-
     def parts(self) -> list[Requirement]:
         """Return what each setting needs of a run, and what it takes away from others; a selection is a plug-in.
 
@@ -129,10 +127,6 @@ class LearnerSettings:
         for weighing in writing(self.plugins, "ce_weight", "examples", "candidates"):  # ranks agree on them
             parts.append(Requirement(f"rollout.plugins {type(weighing).__name__}", frozenset({"all_ranks"})))
         return parts
-
-    def progress(self, policy_version: int) -> float:
-        """Return the fraction of the run's updates that has been made; 0 if it is not known how many there are."""
-        return 0.0 if self.total_updates is None else min(policy_version / max(self.total_updates, 1), 1.0)
 
 
 def check_arriving(

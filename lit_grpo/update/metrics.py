@@ -25,6 +25,16 @@ OUTLIER = 20.0
 """No token may be so many times as far off as the limit."""
 _ENTROPY, _LOG_WEIGHTS = "step/entropy", "step/log_weights"
 _FRESH, _LARGEST = "gap/fresh", "gap/largest"
+_GAP = (
+    "gap_tokens",
+    "gap_difference",
+    "gap_kl",
+    "gap_token_weight",
+    "gap_token_square",
+    "gap_sequences",
+    "gap_sequence_weight",
+    "gap_sequence_square",
+)
 
 
 @dataclass(frozen=True)
@@ -69,16 +79,17 @@ def gap_sums(difference_N: torch.Tensor, lengths_C: torch.Tensor) -> dict[str, t
     difference_N = difference_N.to(exact)
     weight_N = difference_N.clamp(max=LARGEST_LOG_RATIO).exp()
     weight_C = completion_sums(difference_N, lengths_C).clamp(max=LARGEST_LOG_RATIO).exp()
-    return {
-        "gap_tokens": torch.tensor(difference_N.numel()),
-        "gap_difference": difference_N.abs().sum(),
-        "gap_kl": (weight_N - 1 - difference_N).sum(),
-        "gap_token_weight": weight_N.sum(),
-        "gap_token_square": weight_N.square().sum(),
-        "gap_sequences": torch.tensor(weight_C.numel()),
-        "gap_sequence_weight": weight_C.sum(),
-        "gap_sequence_square": weight_C.square().sum(),
-    }
+    values = (
+        torch.tensor(difference_N.numel()),
+        difference_N.abs().sum(),
+        (weight_N - 1 - difference_N).sum(),
+        weight_N.sum(),
+        weight_N.square().sum(),
+        torch.tensor(weight_C.numel()),
+        weight_C.sum(),
+        weight_C.square().sum(),
+    )
+    return dict(zip(_GAP, values, strict=True))
 
 
 def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
@@ -122,9 +133,7 @@ class TokenMetrics:
         self.log_weights_C = torch.empty(0)
         self._limits = limits
         self._unread: list[tuple[dict[str, torch.Tensor], int]] = []  # sums of micro-batches, and their tokens
-        nothing = torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.int64)
-        self._gap_names = [*gap_sums(*nothing)]
-        self._sums: dict[str, torch.Tensor | float] = defaultdict(float, dict.fromkeys(self._gap_names, 0.0))
+        self._sums: dict[str, torch.Tensor | float] = defaultdict(float, dict.fromkeys(_GAP, 0.0))
         self._num_tokens = 0
         self._fresh_3 = torch.zeros(3, dtype=torch.float64)  # of fresh tokens: sum of gaps, number, above the limit
         # of a token, of a fresh token, and the mean of a fresh completion whose one token may be at its limit
@@ -225,7 +234,7 @@ class TokenMetrics:
         local = [*(float(self._sums[name]) for name in names), *(self._kl or (0.0, 0.0)), self._num_tokens]
         *sums, kl, num_kl, num_tokens = reduce_sum(torch.tensor(local, dtype=torch.float64)).tolist()
         by_name = dict(zip(names, sums, strict=True))
-        gap = {name: by_name.pop(name) for name in self._gap_names}
+        gap = {name: by_name.pop(name) for name in _GAP}
         updates = max(self.num_updates, 1)
         logs = {name: total / updates for name, total in self._update_values.items()}
         logs["loss"] = by_name.pop("loss", 0.0) / updates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from lit_grpo.policy.architecture.states import CHUNK, FOUND
 from lit_grpo.policy.sharding import compute, is_scattered
 from lit_grpo.ranks import Ranks
 from lit_grpo.types import Completion, GroupKey, Key, Prompt, Rollout
-from lit_grpo.update.batches.layout import MicroBatches, PackedRow
+from lit_grpo.update.batches.layout import PackedRow, empty_row, in_order
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs, predecessors
@@ -44,6 +44,7 @@ class PolicyPasses:
         settings: What is learned, and how it is cut.
 
     Attributes:
+        laid_out: Micro-batches that have been laid out, by what is in them; whoever has taken the last step clears it.
         budget: The number of tokens, where ``max_tokens_per_micro_batch`` is ``auto`` and it has been estimated.
     """
 
@@ -51,7 +52,7 @@ class PolicyPasses:
         self.policy, self.optimization, self.settings = policy, optimization, settings
         self.budget: MicroBatchSize | None = None
         # The key has the ids of completions and prompts, which are kept beside their rows so that no others get these.
-        self._laid_out: dict[Hashable, tuple[list[Completion | Prompt], MicroBatches]] = {}
+        self.laid_out: dict[Hashable, tuple[list[Completion | Prompt], list[PackedRow]]] = {}
         for plugin in writing(settings.plugins, *LATE):
             if "own_rows" in plugin.needs and not settings.shares_prefix:
                 name = f"rollout.plugins: {type(plugin).__name__}"
@@ -82,7 +83,7 @@ class PolicyPasses:
             equally_many = is_scattered(self.policy) or self._rows.size > 1
             micro_batches = self.micro_batches(with_tokens, equally_many)
             if callable(what):  # it may look at advantages
-                micro_batches = micro_batches.filled(with_tokens)
+                micro_batches = [row.filled(with_tokens) for row in micro_batches]
             try:
                 with nullcontext(self.policy) if lend is None else lend() as model:
                     values = measure(
@@ -139,7 +140,7 @@ class PolicyPasses:
             self.policy.zero_grad()
         sent = parts[-1:]
         while not all(
-            self._send(self.micro_batches(part.rollouts, is_whole, part.chunks), part, metrics, is_whole)
+            self._send(self.micro_batches(part.rollouts, is_whole, in_chunks=True), part, metrics, is_whole)
             for part in sent
         ):
             self.halve_budget([rollout for part in parts for rollout in part.rollouts])
@@ -154,9 +155,9 @@ class PolicyPasses:
         """
         has_gradient = any(parameter.grad is not None for parameter in self.policy.parameters())
         if self.ranks.size > 1 and self.ranks.max(float(has_gradient)):
-            self._send(MicroBatches([], self.settings.shares_prefix).and_empty(1), part.of_prompts(()), metrics, True)
+            self._send([empty_row(self.settings.shares_prefix)], part.of_prompts(()), metrics, True)
 
-    def _send(self, micro_batches: MicroBatches, step: Step, metrics: TokenMetrics, exchange: bool) -> bool:
+    def _send(self, micro_batches: Sequence[PackedRow], step: Step, metrics: TokenMetrics, exchange: bool) -> bool:
         """Add the gradient of micro-batches of a step; return False where memory ran out on a rank.
 
         A rank whose memory runs out cannot take part in the exchange of gradients, so with an open budget ranks agree
@@ -164,14 +165,12 @@ class PolicyPasses:
         """
         is_open, short = self.budget is not None, False
         if is_open and micro_batches and self.ranks.size > 1:
-            micro_batches = micro_batches.and_empty(1)
-        micro_batches = micro_batches.filled(step.rollouts, step.totals.num_ce_tokens)
+            micro_batches = [*micro_batches, empty_row(self.settings.shares_prefix)]
+        rows = [row.filled(step.rollouts, step.totals.num_ce_tokens) for row in micro_batches]
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
-            turns = (
-                zip(itertools.repeat(0), micro_batches) if self._rows.size == 1 else self._rows.in_turn(micro_batches)
-            )
+            turns = zip(itertools.repeat(0), in_order(rows)) if self._rows.size == 1 else self._rows.in_turn(rows)
             for index, (owner, micro_batch) in enumerate(turns):
-                is_last = exchange and index == len(micro_batches) * self._rows.size - 1
+                is_last = exchange and index == len(rows) * self._rows.size - 1
                 if is_open and is_last and self.ranks.max(float(short)):
                     return False
                 try:
@@ -273,7 +272,7 @@ class PolicyPasses:
     ) -> None:
         """Show what sends each micro-batch through the policy's layers, without gradient, and what its tokens count."""
         with shared_prefixes(self.policy) if self.settings.shares_prefix else nullcontext():
-            for micro_batch in self.micro_batches(rollouts):
+            for micro_batch in in_order(self.micro_batches(rollouts)):
                 on_device = micro_batch.to(self.policy.device)
                 forward = partial(predecessors, self.policy, on_device)
                 visitor(partial(compute, self.policy, forward), on_device.weight)
@@ -282,14 +281,15 @@ class PolicyPasses:
         self,
         rollouts: Sequence[Rollout],
         equally_many: bool = True,
-        chunks: Mapping[int, Sequence[Chunk]] | None = None,
-    ) -> MicroBatches:
+        in_chunks: bool = False,
+    ) -> list[PackedRow]:
         """Cut into micro-batches, equally many on every rank; none where no rank has anything to learn.
 
-        The same completions under the same budget are cut and laid out once, until :meth:`forget_rows`.
+        The same completions under the same budget are cut and laid out once, as long as ``laid_out`` has them.
 
-        Their columns are not filled. Without ``chunks``, by the place of a rollout, completions are whole: with no
-        gradient they take little memory, so that one may have more tokens than the budget where a chunk has not.
+        Their columns are not filled. Only ``in_chunks`` do completions that a plug-in has cut go through in
+        parts: with no gradient they take little memory, so that one may have more tokens than the budget where a chunk
+        has not.
         """
         settings, shares_prefix = self.settings, self.settings.shares_prefix
         max_tokens = settings.max_tokens_per_micro_batch
@@ -299,24 +299,26 @@ class PolicyPasses:
                 estimate = estimate_tokens(self.policy, free, shares_prefix, is_selective)
                 self.budget = MicroBatchSize(int(-self.ranks.max(-estimate)))
             max_tokens = max(self.budget.tokens, least_tokens(rollouts, shares_prefix))
-        if chunks is None and "chunks" in settings.written:
+        chunks = dict[int, Sequence[Chunk]]()
+        if in_chunks:
+            cut = enumerate(rollout.columns.get("chunks", ()) for rollout in rollouts)
+            chunks = {place: its for place, its in cut if len(its) > 1}
+        elif "chunks" in settings.written:
             max_tokens = max(max_tokens, least_tokens(rollouts, shares_prefix))
         laid_out = [each for rollout in rollouts for each in (rollout.completion, rollout.prompt)]
-        key = tuple(map(id, laid_out)), max_tokens, tuple((row, tuple(its)) for row, its in (chunks or {}).items())
-        if key not in self._laid_out:
+        key = tuple(map(id, laid_out)), max_tokens, tuple((row, tuple(its)) for row, its in chunks.items())
+        if key not in self.laid_out:
             least = CHUNK if shares_prefix and vars(self.policy).get(FOUND) else 0
             rows = make_micro_batches(rollouts, max_tokens, shares_prefix, chunks, least_counted=least)
-            self._laid_out[key] = laid_out, rows
-        own = self._laid_out[key][1]
-        return own.and_empty(int(self.ranks.max(len(own))) - len(own)) if equally_many else own
-
-    def forget_rows(self) -> None:
-        self._laid_out.clear()
+            self.laid_out[key] = laid_out, rows
+        own = self.laid_out[key][1]
+        missing = int(self.ranks.max(len(own))) - len(own) if equally_many else 0
+        return [*own, *(empty_row(shares_prefix) for _ in range(missing))]
 
     def halve_budget(self, rollouts: Sequence[Rollout]) -> None:
         """Go on with half of the budget, on all ranks, which have run out of memory on these rollouts."""
         assert self.budget is not None
-        self.forget_rows()
+        self.laid_out.clear()
         self.ranks.warn(self.budget.halve(int(self.ranks.max(least_tokens(rollouts, self.settings.shares_prefix)))))
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()

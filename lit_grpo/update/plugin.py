@@ -186,7 +186,7 @@ class Batch(GroupBatch):
         if not completion.contexts:
             return
         outside_T = torch.ones(completion.num_tokens, dtype=torch.bool)
-        for begin, end in completion.places_of_turns:
+        for begin, end, _ in completion.places_of_turns:
             outside_T[begin:end] = False
         if weights_T[outside_T].any():
             raise ValueError(

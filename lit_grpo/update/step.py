@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -78,12 +77,6 @@ class Step:
     def number(self) -> int:
         """Number of optimizer steps that the policy has had, with this one."""
         return self.version + 1
-
-    @property
-    def chunks(self) -> dict[int, Sequence[Chunk]]:
-        """Chunks of each rollout that goes through the policy in several, by its place."""
-        its = {place: rollout.columns.get("chunks", ()) for place, rollout in enumerate(self.rollouts)}
-        return {place: chunks for place, chunks in its.items() if len(chunks) > 1}
 
     def of(self, plugin: Method, hook: str, source: int = 0) -> Step:
         """Return the part of the step that a plug-in acts on, for the plug-in to write in a hook."""
@@ -187,62 +180,7 @@ class Step:
         )
 
 
-def problem_of(rollouts: Sequence[Rollout]) -> str | None:
-    """Say why rollouts cannot be trained on; None where they can.
-
-    A token that is to be trained on has no log-prob of the generator's, or two completions have the same key, by which
-    their values are looked up.
-    """
-    for rollout in rollouts:
-        logprobs_T, (prompt_id, visit, path) = rollout.completion.logprobs_T, rollout.completion.request.key
-        missing_T = logprobs_T.isnan()
-        if missing_T.any() and (missing_T := missing_T & rollout.completion.trained_T).any():
-            return (
-                f"Sample {path} of prompt {prompt_id!r}, visit {visit}, has no sampled log-prob (NaN) for token "
-                f"{int(missing_T.int().argmax())}; the generator must give one for every token that it samples."
-            )
-    counts = Counter(rollout.completion.request.key for rollout in rollouts)
-    for (prompt_id, visit, path), count in counts.items():
-        if count > 1:
-            return (
-                f"{count} completions are sample {path} of prompt {prompt_id!r}, visit {visit}, and would be taken for "
-                "one another; give each request a path of its own, such as (sample, segment)."
-            )
-    return None
-
-
-def counted_and_trained(rollouts: Sequence[Rollout], mask_truncated: bool) -> tuple[list[Rollout], list[Rollout]]:
-    """Return the rollouts that count as completions of a step, and those that are trained on.
-
-    Those without an advantage (NaN) or a token to learn from, and those that are not kept, count in nothing. Those that
-    ended at the limit on their length count as completions, but their tokens do not, where ``mask_truncated`` (DAPO's
-    overlong filtering; as in TRL). Those trained on are rows, of which a completion may have several.
-    """
-    valid = [
-        each for each in rollouts if each.advantage == each.advantage and each.kept and each.completion.num_trained
-    ]
-    trained = [each for each in valid if not mask_truncated or each.completion.finish_reason != "length"]
-    return valid, [row for each in trained for row in each.rows]
-
-
-def with_advantage(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the rollouts whose advantage, or that of one of their tokens, is not 0, or that have candidates."""
-    found: list[Rollout] = []
-    for rollout in rollouts:
-        of_tokens, candidates = rollout.columns.get("token_advantage"), rollout.columns.get("candidate_values")
-        has_candidates = candidates is not None and not candidates.isnan().all()
-        if rollout.advantage != 0 or (of_tokens is not None and of_tokens.any()) or has_candidates:
-            found.append(rollout)
-    return found
-
-
-def without_unweighted(rollout: Rollout) -> Rollout:
-    """Return a rollout whose tokens of ``weight`` 0 are not trained on, and that ends with the last that counts."""
-    weights_N = rollout.columns.get("weight")
-    return rollout if weights_N is None else _thinned(rollout, weights_N != 0, rollout.completion.num_trained)
-
-
-def _thinned(rollout: Rollout, kept_N: torch.Tensor, whole_length: int) -> Rollout:
+def thinned(rollout: Rollout, kept_N: torch.Tensor, whole_length: int) -> Rollout:
     """Return a rollout that ends with the last token that it has a part in the loss with.
 
     Args:
@@ -284,28 +222,5 @@ def with_ce(rollouts: Sequence[Rollout], trained: Sequence[Rollout]) -> list[Rol
             rows.append(own)
         elif (weights_T := row.columns.get("ce_weight")) is not None and weights_T.any():
             nothing = torch.zeros(row.completion.num_trained, dtype=torch.bool)
-            rows.append(replace(_thinned(row, nothing, 0), advantage=0.0))
+            rows.append(replace(thinned(row, nothing, 0), advantage=0.0))
     return rows
-
-
-def log_baseline_weights(rollouts: Sequence[Rollout], scores: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the log of ``w^2 |grad log pi|^2`` of each rollout, for a baseline of least variance.
-
-    ``w`` is policy / sampler of the whole completion. The square of the gradient's norm is approximated by the sum of
-    its tokens', each with respect to the last hidden state: a token's score has mean 0 given those before, so that
-    products of two tokens' are 0 on average, and layers below are taken to stretch all tokens' gradients alike.
-
-    Args:
-        rollouts: Of whole groups; without a token to learn from a rollout counts nothing.
-        scores: Log-prob and squared norm of each rollout's tokens that are trained on, shape (T, 2).
-    """
-    weights = []
-    for rollout, scores_T2 in zip(rollouts, scores, strict=True):
-        completion = rollout.completion
-        if not completion.num_trained:
-            weights.append(-torch.inf)
-            continue
-        logprobs_T, squares_T = scores_T2.unbind(1)
-        log_ratio = float((logprobs_T - completion.logprobs_T[completion.trained_T]).sum())
-        weights.append(2 * log_ratio + float(squares_T.sum().log()))
-    return torch.tensor(weights, dtype=torch.float64)

@@ -194,7 +194,7 @@ def _compare_update(row: Figures, played: Played, rollouts: list[Rollout], exact
     measured = learner.passes.by_completion(rollouts, "logprobs")
     row["update_gap"] = max(float((measured[key] - each.logprobs_T).abs().max()) for key, each in exact.items())
     settings.shares_prefix = False  # a row for each conversation, in which every token has its place
-    learner.passes.forget_rows()
+    learner.passes.laid_out.clear()
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(_: Any, __: Any, inputs: dict[str, Any], output: Any) -> None:

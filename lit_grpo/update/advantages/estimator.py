@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 
-from lit_grpo.budgets.history import PromptHistory, Visit
+from lit_grpo.budgets.history import PromptHistory
 from lit_grpo.compatibility import Requirement
 from lit_grpo.limits import Limit, check_fields
 from lit_grpo.settings import find_row
-from lit_grpo.types import PassRule, RolloutGroup
+from lit_grpo.types import RolloutGroup
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
     group_advantages,
@@ -106,32 +106,6 @@ class GroupRewards:
             altered=[self.altered[number] for number in chosen] if self.altered else (),
             num_tokens_R=None if self.num_tokens_R is None else self.num_tokens_R[rows_R],
         )
-
-    def visits(self, groups: Sequence[RolloutGroup], pass_rule: PassRule, version: int) -> list[Visit]:
-        """Return what the groups, of which they are, are remembered by.
-
-        What is replayed has been counted at an earlier visit.
-        """
-        rewards, visits = iter(self.rewards_R.tolist()), list[Visit]()
-        for group in groups:
-            sampled, num_passed, num_tokens = list[float](), 0, 0
-            for rollout, reward in zip(group.rollouts, rewards, strict=False):
-                if rollout.replayed:
-                    continue
-                sampled.append(reward)
-                num_passed += pass_rule.passes(rollout.rewards) and not math.isnan(reward)
-                num_tokens += rollout.completion.num_sampled
-            visits.append(
-                Visit(
-                    *group.key,
-                    rewards=sampled,
-                    num_passed=num_passed,
-                    num_tokens=num_tokens,
-                    version=version,
-                    altered=group.prompt.altered,
-                )
-            )
-        return visits
 
 
 class EstimatorInputs(NamedTuple):

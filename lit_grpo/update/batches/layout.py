@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -97,37 +97,24 @@ class PackedRow(Tokens):
         """Place of each completion that is trained on among the rollouts of the step."""
         return [member.row for member in self.members if member.trained is not None]
 
-    @property
-    def spans(self) -> list[CarriedSpan]:
-        """All that it sees of other micro-batches, and they of it."""
-        return [span for last in (*self.carried, *(own for _, own in self.in_row)) for span in last.chain]
+    def unique(self, name: Literal["source", "target_id"]) -> torch.Tensor:
+        """Return a column of the N axis with that of the M axis after it, for the unique tokens.
 
-    @property
-    def source_U(self) -> torch.Tensor:
-        return self._unique(self._with_ce("source"))
-
-    @property
-    def target_ids_U(self) -> torch.Tensor:
-        """Ids of the unique tokens; with candidates each token's, then those of its candidates."""
-        columns = self.columns
-        if (candidates_NK := columns.get("candidate_ids")) is None:
-            return self._unique(self._with_ce("target_id"))
-        ids_NX = torch.cat([columns["target_id"][:, None], candidates_NK], 1)
-        if "ce_target_id" in columns:
-            ids_NX = torch.cat([ids_NX, columns["ce_target_id"][:, None].expand(-1, ids_NX.shape[1])])
-        return self._unique(ids_NX)
-
-    def _with_ce(self, name: str) -> torch.Tensor:
-        """A column of the N axis with that of the M axis after it."""
-        columns, of_ce = self.columns, f"ce_{name}"
-        return torch.cat([columns[name], columns[of_ce]]) if of_ce in columns else columns[name]
-
-    def _unique(self, values: torch.Tensor) -> torch.Tensor:
-        return values.index_select(0, self.columns["unique"]) if "unique" in self.columns else values
+        With candidates, the ids are each token's and after it those of its candidates, shape (N + M, 1 + K).
+        """
+        columns, values = self.columns, self.columns[name]
+        more = columns.get(f"ce_{name}")
+        if name == "target_id" and (candidates_NK := columns.get("candidate_ids")) is not None:
+            values = torch.cat([values[:, None], candidates_NK], 1)
+            more = None if more is None else more[:, None].expand(-1, values.shape[1])
+        if more is not None:
+            values = torch.cat([values, more])
+        return values.index_select(0, columns["unique"]) if "unique" in columns else values
 
     def find_unique(self) -> None:
         """Find tokens that are the same: they have one id, and are predicted from one place."""
-        pairs_N2 = torch.stack([self._with_ce("source"), self._with_ce("target_id")], 1)
+        self.columns.pop("unique", None)
+        pairs_N2 = torch.stack([self.unique("source"), self.unique("target_id")], 1)
         pairs_U2, inverse_N = pairs_N2.unique(dim=0, return_inverse=True)
         unique_U = torch.empty(len(pairs_U2), dtype=torch.int64)
         unique_U[inverse_N] = torch.arange(len(pairs_N2))
@@ -136,6 +123,47 @@ class PackedRow(Tokens):
     def spread(self, values_U: torch.Tensor) -> torch.Tensor:
         """Give each token the value of the unique one that it is, along the first axis."""
         return values_U.index_select(0, self.columns["inverse"]) if "inverse" in self.columns else values_U
+
+    def filled(self, rollouts: Sequence[Rollout], num_ce_tokens: Sequence[int] = ()) -> PackedRow:
+        """Return the row with the columns of its tokens that its rollouts have.
+
+        Args:
+            rollouts: The rollouts that have been laid out.
+            num_ce_tokens: Number of tokens of the step, on all ranks, that have a weight in the channel ``ce``, for
+                each source of weights.
+        """
+        own = [
+            (rollouts[each.row], each.trained, each.num_trained) for each in self.members if each.trained is not None
+        ]
+        counts, columns = np.array([place.stop - place.start for _, place, _ in own], np.int64), dict(self.columns)
+        if any("token_advantage" in rollout.columns for rollout, _, _ in own):
+            whole = [rollout.columns.get("token_advantage", torch.tensor(rollout.advantage)) for rollout, _, _ in own]
+            parts = [its.expand(number)[place] for its, (_, place, number) in zip(whole, own, strict=True)]
+            columns["advantage"] = torch.cat(parts)
+        else:
+            advantages = np.array([rollout.advantage for rollout, _, _ in own], np.float32)
+            columns["advantage"] = torch.from_numpy(np.repeat(advantages, counts))
+        if not own:  # a KL term asks for them, of no token too
+            columns["reference_logprob"] = torch.empty(0)
+        for name, default in OF_TOKENS.items():
+            if any(name in rollout.columns for rollout, _, _ in own):
+                values = [
+                    rollout.columns[name] if name in rollout.columns else torch.full((number,), default)
+                    for rollout, _, number in own
+                ]
+                columns[name] = torch.cat([its[place] for its, (_, place, _) in zip(values, own, strict=True)])
+        if self.chunk is not None or any("whole_length" in rollout.columns for rollout, _, _ in own):
+            whole_lengths = [rollout.columns.get("whole_length", number) for rollout, _, number in own]
+            columns["whole_length"] = torch.tensor(whole_lengths, dtype=torch.int64)
+        if self.chunk is not None:
+            columns["weight"] = self.chunk.weight * columns.get("weight", torch.ones(int(counts.sum())))
+        if OF_CANDIDATES[0] in columns:  # equal tokens may have other candidates: each is by itself
+            columns.pop("unique", None)
+            columns.pop("inverse", None)
+        filled = replace(self, columns=columns, figures={})
+        if any(num_ce_tokens):
+            _fill_ce(filled, rollouts, num_ce_tokens)
+        return filled
 
     def to(self, device: torch.device | str) -> PackedRow:
         """Return a copy on ``device``, or itself where it is there already."""
@@ -164,59 +192,30 @@ class RowPart(NamedTuple):
     chunk: Chunk | None = None
 
 
-@dataclass(frozen=True)
-class MicroBatches(Iterable[PackedRow]):
-    """The micro-batches of a step.
+def in_order(rows: Sequence[PackedRow]) -> Iterator[PackedRow]:
+    """Yield the micro-batches of a step, which go through the policy in their order.
 
-    They are to go through the policy in their order: of a prompt that has responses in several, the last has it in its
-    row, and those before carry it (see :class:`~lit_grpo.update.prefix.carried.CarriedSpan`). Chunks of a completion
-    come last first, each with those before it carried. What is carried is given up after the last that uses it, so that
-    they can go through again.
-
-    Args:
-        rows: Micro-batches in the order in which they go through the policy.
-        shared_prefix: Whether they are packed, so that empty ones are, too.
+    Of a prompt that has responses in several, the last has it in its row, and those before carry it (see
+    :class:`~lit_grpo.update.prefix.carried.CarriedSpan`). Chunks of a completion come last first, each with those
+    before it carried. What is carried is given up after the last that uses it, so that they can go through again.
     """
+    last_uses: dict[CarriedSpan, int] = {}
+    for number, row in enumerate(rows):
+        for span in (*row.carried, *(own for _, own in row.in_row)):
+            last_uses |= dict.fromkeys(span.chain, number)
+    given_up: list[list[CarriedSpan]] = [[] for _ in rows]
+    for span, number in last_uses.items():
+        span.forget()  # what it may have kept of a pass that was broken off
+        given_up[number].append(span)
+    for row, spans in zip(rows, given_up, strict=True):
+        yield row
+        for span in spans:
+            span.forget()
 
-    rows: Sequence[PackedRow]
-    shared_prefix: bool
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[PackedRow]:
-        last_uses = {span: number for number, row in enumerate(self.rows) for span in row.spans}
-        for span in last_uses:
-            span.forget()  # what they may have kept of a pass that was broken off
-        for number, row in enumerate(self.rows):
-            yield row
-            for span in row.spans:
-                if last_uses[span] == number:
-                    span.forget()
-
-    def filled(self, rollouts: Sequence[Rollout], num_ce_tokens: Sequence[int] = ()) -> MicroBatches:
-        """Return these, with the columns of their tokens.
-
-        Args:
-            rollouts: The rollouts that have been laid out.
-            num_ce_tokens: Number of tokens of the step, on all ranks, that have a weight in the channel ``ce``, for
-                each source of weights.
-        """
-        rows: list[PackedRow] = []
-        for row in self.rows:
-            filled = replace(row, columns={**row.columns, **_columns(row, rollouts)}, figures={})
-            if OF_CANDIDATES[0] in filled.columns:  # equal tokens may have other candidates: each is by itself
-                for name in ("unique", "inverse"):
-                    filled.columns.pop(name, None)
-            if any(num_ce_tokens):
-                _fill_ce(filled, rollouts, num_ce_tokens)
-            rows.append(filled)
-        return MicroBatches(rows, self.shared_prefix)
-
-    def and_empty(self, number: int) -> MicroBatches:
-        """Return these, and as many empty ones after them, so that a rank with nothing to learn from can take part."""
-        empty = [lay_out([], []) if self.shared_prefix else lay_out_padded([], []) for _ in range(number)]
-        return MicroBatches([*self.rows, *empty], self.shared_prefix)
+def empty_row(shared_prefix: bool) -> PackedRow:
+    """Return a micro-batch with which a rank that has nothing to learn from can take part."""
+    return lay_out([], []) if shared_prefix else lay_out_padded([], [])
 
 
 def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared: int = LEAST_SHARED) -> PackedRow:
@@ -329,35 +328,6 @@ OF_TOKENS: Mapping[str, float] = {
 """Columns of rollouts that become those of a row, and what a token has whose rollout has none."""
 
 
-def _columns(row: PackedRow, rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
-    """Return the columns of a row's tokens that its rollouts have."""
-    own = [(rollouts[each.row], each.trained, each.num_trained) for each in row.members if each.trained is not None]
-    counts = np.array([place.stop - place.start for _, place, _ in own], np.int64)
-    columns: dict[str, torch.Tensor] = {}
-    if any("token_advantage" in rollout.columns for rollout, _, _ in own):
-        whole = [rollout.columns.get("token_advantage", torch.tensor(rollout.advantage)) for rollout, _, _ in own]
-        parts = [its.expand(number)[place] for its, (_, place, number) in zip(whole, own, strict=True)]
-        columns["advantage"] = torch.cat(parts)
-    else:
-        advantages = np.array([rollout.advantage for rollout, _, _ in own], np.float32)
-        columns["advantage"] = torch.from_numpy(np.repeat(advantages, counts))
-    if not own:  # a KL term asks for them, of no token too
-        columns["reference_logprob"] = torch.empty(0)
-    for name, default in OF_TOKENS.items():
-        if any(name in rollout.columns for rollout, _, _ in own):
-            values = [
-                rollout.columns[name] if name in rollout.columns else torch.full((number,), default)
-                for rollout, _, number in own
-            ]
-            columns[name] = torch.cat([its[place] for its, (_, place, _) in zip(values, own, strict=True)])
-    if row.chunk is not None or any("whole_length" in rollout.columns for rollout, _, _ in own):
-        whole_lengths = [rollout.columns.get("whole_length", number) for rollout, _, number in own]
-        columns["whole_length"] = torch.tensor(whole_lengths, dtype=torch.int64)
-    if row.chunk is not None:
-        columns["weight"] = row.chunk.weight * columns.get("weight", torch.ones(int(counts.sum())))
-    return columns
-
-
 def _fill_ce(row: PackedRow, rollouts: Sequence[Rollout], num_ce_tokens: Sequence[int]) -> None:
     """Fill the columns of the channel ``ce`` of a row."""
     weights, counts = [torch.empty(0, dtype=torch.float32)], [torch.empty(0, dtype=torch.float32)]
@@ -438,7 +408,8 @@ def _trained_tokens(members: Sequence[tuple[int, Rollout, Chunk | None]], source
         if "ce_weight" not in rollout.columns or completion.num_trained:  # others have no part in the channel ``rl``
             place = slice(num_before, num_before + num_own)
             lengths.append(num_own)
-            turn_lengths += completion.trained_of_turns if chunk is None else [num_own]  # a chunk is taken for one turn
+            turns = [number for _, _, number in completion.places_of_turns]
+            turn_lengths += turns if chunk is None else [num_own]  # a chunk is taken for one turn
         found.append(Member(row, begin, end, place, completion.num_trained))
     trained_T = np.repeat(np.array(trained, np.bool_), np.array(counts, np.int64))
     versions_T = np.repeat(np.array(versions, np.int64), np.array(counts, np.int64))

@@ -9,7 +9,7 @@ import numpy as np
 
 from lit_grpo.trajectory import prefix_tree
 from lit_grpo.types import Rollout
-from lit_grpo.update.batches.layout import LEAST_SHARED, MicroBatches, RowPart, lay_out, lay_out_padded
+from lit_grpo.update.batches.layout import LEAST_SHARED, PackedRow, RowPart, lay_out, lay_out_padded
 from lit_grpo.update.plugin import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
 
@@ -46,7 +46,7 @@ def make_micro_batches(
     chunks: Mapping[int, Sequence[Chunk]] | None = None,
     least_shared: int = LEAST_SHARED,
     least_counted: int = 0,
-) -> MicroBatches:
+) -> list[PackedRow]:
     """Cut rollouts into micro-batches of at most ``max_tokens``, the largest first, and lay them out.
 
     Best fit by length packs them. A prompt counts once for all of its completions, in the micro-batch that has it in
@@ -73,11 +73,9 @@ def make_micro_batches(
         )
     if shared_prefix:
         cut = _cut_groups(rollouts, max_tokens, chunks or {}, least_shared, least_counted)
-        rows = [lay_out(rollouts, parts, least_shared) for parts in cut]
-    else:
-        padded = pack_padded([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
-        rows = [lay_out_padded(rollouts, members) for members in padded]
-    return MicroBatches(rows, shared_prefix)
+        return [lay_out(rollouts, parts, least_shared) for parts in cut]
+    padded = pack_padded([num_row_tokens(rollout) for rollout in rollouts], max_tokens)
+    return [lay_out_padded(rollouts, members) for members in padded]
 
 
 def _cut_groups(

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lit_grpo.policy.architecture.decoder import hidden_states, token_logits
+from lit_grpo.policy.architecture.decoder import attention_name, hidden_states, token_logits
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
 from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
-from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes, shares_prefix
+from lit_grpo.update.prefix.sharing import ATTENTION_NAME, SharedPrefix, shared_prefixes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +45,7 @@ def micro_batch_logprobs(
         RuntimeError: The micro-batch is packed and gradient checkpointing would run the layers again where the model's
             attention has been switched back; call it, and ``backward``, inside ``shared_prefixes(model)``.
     """
-    if micro_batch.stretches and not shares_prefix(model):
+    if micro_batch.stretches and attention_name(model) != ATTENTION_NAME:
         if torch.is_grad_enabled() and model.training and model.is_gradient_checkpointing:
             raise RuntimeError(
                 "Gradient checkpointing runs the layers again in backward; put both passes into `with "
@@ -53,8 +53,8 @@ def micro_batch_logprobs(
             )
         with shared_prefixes(model):
             return micro_batch_logprobs(model, micro_batch, temperature, entropy_gradient, ranks, owner)
-    target_ids_U = micro_batch.target_ids_U
     hidden_uD = predecessors(model, micro_batch, ranks)
+    target_ids_U = micro_batch.unique("target_id")
     target_ids_u = target_ids_U if ranks.size == 1 else ranks.own_part(target_ids_U)
     logprobs_U, entropy_U = head_logprobs(model, hidden_uD, target_ids_u, temperature, entropy_gradient)
     if ranks.size > 1:
@@ -70,7 +70,7 @@ def predecessors(model: PreTrainedModel, micro_batch: PackedRow, ranks: Sequence
 
     Inside ``shared_prefixes(model)``.
     """
-    row, source_U = micro_batch, micro_batch.source_U
+    row, source_U = micro_batch, micro_batch.unique("source")
     if row.stretches:
         layout = SharedPrefix(row.stretches, row.carried, row.in_row, ranks, row.columns.get("labels"))
         layout.compute_carried(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -17,8 +17,6 @@ from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParall
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from transformers import PreTrainedModel
 
     from lit_grpo.update.batches.layout import PackedRow
@@ -39,7 +37,7 @@ def logprobs_and_scores(
     """
     with shared_prefixes(model) if micro_batch.stretches else nullcontext(), torch.no_grad():
         hidden_uD = predecessors(model, micro_batch, ranks)
-    target_ids_U = micro_batch.target_ids_U
+    target_ids_U = micro_batch.unique("target_id")
     target_ids_u = target_ids_U if ranks.size == 1 else ranks.own_part(target_ids_U)
     with torch.enable_grad():
         hidden_uD.requires_grad_()
@@ -57,7 +55,7 @@ def logprobs_and_scores(
 @torch.no_grad()
 def measure(
     what: Measurement,
-    micro_batches: Iterable[PackedRow],
+    micro_batches: Sequence[PackedRow],
     model: PreTrainedModel,
     temperature: float,
     device: torch.device,
@@ -108,6 +106,6 @@ def _of_hidden(what: OfHidden, model: PreTrainedModel, micro_batch: PackedRow, r
     target_ids_N = micro_batch.columns["target_id"]
     if ranks.size == 1:
         return what(model, micro_batch.spread(hidden_uD), target_ids_N, micro_batch.advantages_N)
-    hidden_ND = micro_batch.spread(ranks.join(0, hidden_uD, len(micro_batch.target_ids_U)))
+    hidden_ND = micro_batch.spread(ranks.join(0, hidden_uD, len(micro_batch.unique("target_id"))))
     own = [ranks.own_part(each) for each in (hidden_ND, target_ids_N, micro_batch.advantages_N)]
     return ranks.join(0, what(model, *own), len(target_ids_N))

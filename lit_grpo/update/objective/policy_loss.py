@@ -72,8 +72,8 @@ def policy_loss(
     Raises:
         ValueError: The objective has a KL term, and the tokens have no reference log-probs.
     """
-    lengths_C, num_tokens, columns = tokens.lengths_C, len(tokens.logprobs_N), tokens.columns
     loss_N, metrics = _corrected_surrogate(tokens, objective)
+    lengths_C, num_tokens, columns = tokens.lengths_C, len(tokens.logprobs_N), tokens.columns
     if objective.off_policy_threshold is not None:
         on_policy_C = on_policy_completions(tokens, objective.off_policy_threshold)
         on_policy_N = spread(on_policy_C, lengths_C, num_tokens)

@@ -33,10 +33,6 @@ class Stretch(NamedTuple):
     last: int
     carried: bool = False
 
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.start + self.length)
-
 
 class Piece(NamedTuple):
     """Queries that attend to keys in one call.
@@ -51,11 +47,9 @@ class Piece(NamedTuple):
     band: tuple[int, int] | None = None
     merges: bool = False
 
-    def mask(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Return what is added to the scores, shape (1, 1, queries, keys), with dtype and device of ``like``."""
-        if self.band is None:
-            return None
-        offset, window = self.band
+    def mask(self, like: torch.Tensor, band: tuple[int, int]) -> torch.Tensor:
+        """Return what ``band`` adds to scores, shape (1, 1, queries, keys), with dtype and device of ``like``."""
+        offset, window = band
         queries_Q1 = torch.arange(self.queries.stop - self.queries.start, device=like.device)[:, None] + offset
         distance_QK = queries_Q1 - torch.arange(self.keys.stop - self.keys.start, device=like.device)
         hidden_QK = (distance_QK < 0) | (distance_QK >= window)
@@ -74,8 +68,9 @@ def key_labels(stretches: Sequence[Stretch]) -> torch.Tensor:
     """
     labels_3K = torch.empty((3, sum(stretch.length for stretch in stretches)), dtype=torch.int64)
     for number, stretch in enumerate(stretches):
-        labels_3K[0, stretch.rows], labels_3K[1, stretch.rows] = number, stretch.last
-        labels_3K[2, stretch.rows] = torch.arange(stretch.first, stretch.first + stretch.length)
+        rows = slice(stretch.start, stretch.start + stretch.length)
+        labels_3K[0, rows], labels_3K[1, rows] = number, stretch.last
+        labels_3K[2, rows] = torch.arange(stretch.first, stretch.first + stretch.length)
     return labels_3K
 
 
@@ -89,10 +84,11 @@ def attention_pieces(stretches: Sequence[Stretch], window: int | None) -> list[P
         window: How many tokens back a query sees, its own among them; ``None`` for all.
     """
     pieces: list[Piece] = []
-    for own in stretches:
+    rows = [slice(stretch.start, stretch.start + stretch.length) for stretch in stretches]
+    for number, own in enumerate(stretches):
         if own.length and not own.carried:
             if window is None or own.length <= window:
-                pieces.append(Piece(own.rows, own.rows, causal=True))
+                pieces.append(Piece(rows[number], rows[number], causal=True))
             else:
                 pieces += _windowed(own, own, window, merges=False)
     for number, seen in enumerate(stretches):
@@ -100,7 +96,8 @@ def attention_pieces(stretches: Sequence[Stretch], window: int | None) -> list[P
         if not asking:
             continue
         if window is None or max(stretch.first + stretch.length for stretch in asking) <= window:
-            pieces.append(Piece(slice(asking[0].start, asking[-1].rows.stop), seen.rows, merges=True))
+            queries = slice(asking[0].start, asking[-1].start + asking[-1].length)
+            pieces.append(Piece(queries, rows[number], merges=True))
         else:
             for stretch in asking:
                 pieces += _windowed(stretch, seen, window, merges=True)
@@ -172,7 +169,8 @@ class _PiecewiseAttention(torch.autograd.Function):
             rows, keys = piece.queries, piece.keys
             parts = query[:, :, rows], key[:, :, keys], value[:, :, keys]
             if cap is None:
-                some, log_sum = _flash(*parts, 0.0, piece.causal, attn_mask=piece.mask(query), scale=scaling)
+                mask = None if piece.band is None else piece.mask(query, piece.band)
+                some, log_sum = _flash(*parts, 0.0, piece.causal, attn_mask=mask, scale=scaling)
             else:
                 some, log_sum = _capped(*parts, piece, scaling, cap)
             if piece.merges:
@@ -200,7 +198,7 @@ class _PiecewiseAttention(torch.autograd.Function):
                 *(output[:, :, rows], logsumexp[:, :, rows]),
             )
             if ctx.cap is None:
-                mask = piece.mask(query)
+                mask = None if piece.band is None else piece.mask(query, piece.band)
                 found = _flash_backward(*parts, 0.0, piece.causal, attn_mask=mask, scale=ctx.scaling)
             else:
                 found = _capped_backward(*parts, piece, ctx.scaling, ctx.cap)
@@ -276,5 +274,5 @@ def _capped_scores(
         places_Q1 = torch.arange(part.start, part.stop, device=query.device)[:, None]
         scores = scores.masked_fill(torch.arange(key.shape[2], device=query.device) > places_Q1, -torch.inf)
     elif piece.band is not None:
-        scores = scores + piece.mask(scores)[:, :, None, part]  # pyright: ignore[reportOptionalSubscript]
+        scores = scores + piece.mask(scores, piece.band)[:, :, None, part]
     return scores, bent

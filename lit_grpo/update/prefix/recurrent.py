@@ -98,7 +98,8 @@ def lay_out_batches(
         for row, number in enumerate(its):
             index_BT[row, : len(tokens[number])] = tokens[number]
             begin = num_before + row * width + len(tokens[number]) - stretches[number].length
-            back_T[stretches[number].rows] = torch.arange(begin, begin + stretches[number].length)
+            start, length = stretches[number].start, stretches[number].length
+            back_T[start : start + length] = torch.arange(begin, begin + length)
         num_before += index_BT.numel()
     there = in_one_copy(arrays | {"back": back_T}, device)
     batches = [Batch(tuple(its), there[str(batch)], its[0] in ends) for batch, its in enumerate(members)]

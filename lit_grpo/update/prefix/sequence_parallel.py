@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import distributed
@@ -12,8 +12,7 @@ from torch.nn import functional
 from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.policy.architecture.states import state_layers
 from lit_grpo.policy.sharding import class_of
-
-T = TypeVar("T")
+from lit_grpo.update.batches.layout import PackedRow, in_order
 
 
 class SequenceParallel:
@@ -61,13 +60,13 @@ class SequenceParallel:
                 )
         return cls(size)
 
-    def in_turn(self, own: Iterable[T]) -> Iterator[tuple[int, T]]:
-        """Go through what each of these ranks has, equally many, by turns, with the number of the one that has it."""
+    def in_turn(self, own: Sequence[PackedRow]) -> Iterator[tuple[int, PackedRow]]:
+        """Go through rows of each of these ranks, equally many, by turns, with the number of the one that has it."""
         of_all: list[Any] = [own]
         if self.size > 1:
             of_all = [None] * self.size
             distributed.all_gather_object(of_all, own, self._group)
-        for turn in zip(*of_all, strict=True):
+        for turn in zip(*map(in_order, of_all), strict=True):
             yield from enumerate(turn)
 
     def hidden_states(

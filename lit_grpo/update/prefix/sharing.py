@@ -96,8 +96,9 @@ class SharedPrefix:
         hidden_TD = run(model, input_ids_BT, position_ids=position_ids_BT, shared_prefix=self)[0]
         for place, span in self._in_row:
             hidden_TD = span.settle(_LAST_HIDDEN, hidden_TD, (slice(place.stop - 1, place.stop),))
-        carried = [span.lend(_LAST_HIDDEN) for span in self._carried]
-        return torch.cat([hidden_TD, *carried]) if carried else hidden_TD
+        if not self._carried:
+            return hidden_TD
+        return torch.cat([hidden_TD, *(span.lend(_LAST_HIDDEN) for span in self._carried)])
 
     def attend(
         self,
@@ -111,7 +112,8 @@ class SharedPrefix:
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Let each token see what comes before it, however the row is laid out; return the shape of ``query``."""
-        key, value = self.carry((layer, "key"), key), self.carry((layer, "value"), value)
+        if self._in_row or self._carried:
+            key, value = self.carry((layer, "key"), key), self.carry((layer, "value"), value)
         self.calls.append((layer, window))
         if query.device.type != "cpu":
             if window not in self._masks:
@@ -194,11 +196,6 @@ def shared_prefix_attention(
         s_aux = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
     output = shared_prefix.attend(module, query, key, value, sliding_window, scaling, softcap, s_aux)
     return (output if ranks.size == 1 else ranks.to_tokens(output))[..., :value_size].transpose(1, 2), None
-
-
-def shares_prefix(model: PreTrainedModel) -> bool:
-    """Return whether ``model`` is switched to :func:`shared_prefix_attention` now."""
-    return attention_name(model) == ATTENTION_NAME
 
 
 @contextmanager
