@@ -358,9 +358,9 @@ class NotesSteps(Learner):
         super().__init__(*args)
         self.seen: list[list[str]] = []
 
-    def _step(self, rollouts: Sequence[Rollout], *args: Any, **kwargs: Any) -> Step:
+    def make_step(self, rollouts: Sequence[Rollout], *args: Any, **kwargs: Any) -> Step:
         self.seen.append([rollout.prompt.prompt_id for rollout in rollouts])
-        return super()._step(rollouts, *args, **kwargs)
+        return super().make_step(rollouts, *args, **kwargs)
 
 
 def test_iterations_times_minibatches_are_that_many_steps_with_each_group_once_an_iteration(
