@@ -124,6 +124,20 @@ def update_bytes(policy: PreTrainedModel) -> int:
     return 4 * trained
 
 
+def step_without_temporaries(optimizer: torch.optim.Optimizer) -> None:
+    """Have torch's Adam or AdamW take its step in one kernel on a GPU; its settings decide where they choose a kernel.
+
+    By default torch updates all weights at once there, for which it takes as much memory as the trained weights.
+    """
+    groups = optimizer.param_groups
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        weight.device.type == "cuda" for group in groups for weight in group["params"]
+    ):
+        for group in groups:
+            if group["fused"] is None and group["foreach"] is None and not group["differentiable"]:
+                group["fused"] = True
+
+
 def in_one_copy(arrays: Mapping[str, torch.Tensor | np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
     """Copy arrays or tensors of the host to ``device`` as one piece, from pinned memory, so that nothing waits for it.
 

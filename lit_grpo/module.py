@@ -38,6 +38,7 @@ from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.faults.differing_ranks import CONTENTS, check_alike, of_policy, of_run
 from lit_grpo.findings.rewards import BatchWatch
 from lit_grpo.limits import Count, checks_arguments
+from lit_grpo.memory import step_without_temporaries
 from lit_grpo.metrics import dataset_metrics, rollout_metrics, staleness_shares
 from lit_grpo.optim.course import Course
 from lit_grpo.optim.rates import UnusualRate, unusual_rate
@@ -475,6 +476,7 @@ class GRPOModule(EvaluationModule):
         self._told = recorded_settings(
             self.trainer, self.policy_name, self.settings, self.teacher_settings, optimizer, scheduler
         )
+        step_without_temporaries(optimizer)
         if self.ranks.size > 1:
             check_alike(self.ranks, {name: one for name, one in self._told.items() if name not in CONTENTS})
         if self._told_before:

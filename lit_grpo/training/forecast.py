@@ -27,10 +27,16 @@ SEVERAL = 2  # blocks of logits in memory at a time
 HEAD_BLOCK = {"cpu": 2**21, "cuda": 2**25}
 MOMENTS = {"AdamW": 8.0, "AdamW8bit": 2.1, "SGD": 0.0}
 """Bytes of optimizer state for each trained weight in float32."""
-TEMPORARIES = {"AdamW": 4.0, "AdamW8bit": 0.0, "SGD": 0.0}
-"""Bytes for each trained weight in float32 that a step takes on a GPU, where torch updates all weights at once."""
-CONTEXT = {"cpu": 0.0, "cuda": 0.75 * 2**30}
-"""Memory that a device takes for itself: on a GPU the CUDA context and workspaces of matrix products (an estimate)."""
+TEMPORARIES = 4.0
+"""Bytes for each trained weight in float32 that a step of AdamW takes on a GPU if it is not fused."""
+CONTEXT = {"cpu": 0.0, "cuda": 0.65 * 2**30}
+"""Memory that a device takes for itself: on a GPU the CUDA context, which torch's allocator does not see (an estimate).
+"""
+WORKSPACES = {"cpu": 0.0, "cuda": 3 * 2**25}
+"""Memory of cuBLAS, 32 MiB on a GPU of sm_90 for each stream or thread: decoding, recorded graphs, backward passes."""
+LOGITS = 3
+"""Float32 numbers for each row and token of the vocabulary while a token is sampled: logits, log-probs, probabilities.
+"""
 ENGINE_WORK = {"cpu": 0.0, "cuda": 1.5 * 2**30}
 """Memory of a vLLM engine besides weights and KV cache: CUDA graphs and activations (an estimate)."""
 ENGINE_BLOCK = 16  # tokens
@@ -51,6 +57,7 @@ class Sizes:
         other_kept_bytes: Bytes that it leaves outside the layers.
         state_bytes: Bytes of a sequence's recurrent and convolution states in all layers.
         largest_kept_bytes: ``layer_kept_bytes`` of the layer that keeps most, 0 where all are alike.
+        vocabulary: Tokens of the vocabulary.
     """
 
     num_layers: int
@@ -63,6 +70,7 @@ class Sizes:
     other_kept_bytes: float
     state_bytes: float = 0.0
     largest_kept_bytes: float = 0.0
+    vocabulary: int = 0
 
     @classmethod
     def of(cls, config: PreTrainedConfig, mixed: bool = False, weight_bytes: int = 4) -> Sizes:
@@ -98,6 +106,7 @@ class Sizes:
             other_kept_bytes=other.kept_bytes,
             state_bytes=total.state_bytes,
             largest_kept_bytes=max(layer.kept_bytes for layer in layers.values()),
+            vocabulary=text.vocab_size,
         )
 
     @property
@@ -173,6 +182,7 @@ class Demand:
         mixed: Whether the policy computes in bfloat16 with weights in float32.
         weight_bytes: Bytes of a weight: 4, or 2 for bfloat16.
         optimizer: A name of ``MOMENTS``.
+        fused: Whether AdamW takes its step on a GPU in one kernel, without temporaries.
         lora_rank: The rank of the adapters; 0 trains all weights.
         nf4: Whether frozen layers are in four bits.
         checkpointing: Whether the backward pass computes activations again.
@@ -192,6 +202,7 @@ class Demand:
     mixed: bool = False
     weight_bytes: int = 4
     optimizer: str = "AdamW"
+    fused: bool = True
     lora_rank: int = 0
     nf4: bool = False
     checkpointing: bool = False
@@ -239,6 +250,7 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
         "weights": weights,
         "optimizer": trained * MOMENTS[demand.optimizer] * demand.weight_bytes / 4,
         "device": CONTEXT[demand.device],
+        "workspaces": WORKSPACES[demand.device],
     }
     if demand.reference and not demand.lora_rank:
         resident["reference"] = weights
@@ -269,8 +281,8 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
         layers = 1 if demand.checkpointing else sizes.num_layers
         update["bfloat16 copies"] = 2.0 * (layers * sizes.layer_parameters + sizes.other_parameters)
     step = {"gradients": gradients}
-    if demand.device == "cuda":
-        step["temporaries"] = trained * TEMPORARIES[demand.optimizer] * demand.weight_bytes / 4
+    if demand.device == "cuda" and demand.optimizer == "AdamW" and not demand.fused:
+        step["temporaries"] = trained * TEMPORARIES * demand.weight_bytes / 4
     return Forecast(resident, rollout, update, step)
 
 
@@ -290,7 +302,11 @@ def _rollout(sizes: Sizes, demand: Demand) -> dict[str, float]:
         }
     tokens = demand.num_slots * sum(piece_sizes(demand.max_tokens)) + num_prompts * prompt_room(demand.prompt_tokens)
     kv_bytes = 2 if demand.mixed else demand.weight_bytes
-    return {"keys and values": float(tokens * sizes.num_layers * sizes.kv_values * kv_bytes), **states}
+    return {
+        "keys and values": float(tokens * sizes.num_layers * sizes.kv_values * kv_bytes),
+        "logits": float(LOGITS * 4 * demand.num_slots * sizes.vocabulary),
+        **states,
+    }
 
 
 def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
@@ -312,6 +328,7 @@ def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
         )
     lora, tokens = model["lora"], model["max_tokens_per_micro_batch"]
     weight_bytes = 2 if model["dtype"] == "bfloat16" else 4
+    arguments = optimizer.get("init_args") or {}
     engine = generator["init_args"] if kind == VLLM else None
     return Demand(
         num_slots=generator["init_args"]["num_slots"],
@@ -323,6 +340,7 @@ def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
         mixed=settings["trainer"]["precision"] == "bf16-mixed",
         weight_bytes=weight_bytes,
         optimizer=name,
+        fused=not arguments.get("foreach") and arguments.get("fused") is not False,
         lora_rank=0 if lora is None else lora["r"],
         nf4=lora is not None and lora["base"] == "nf4",
         checkpointing=bool(model["gradient_checkpointing"]),

@@ -21,6 +21,7 @@ OF_ESTIMATE = {
     "states": "KV cache",
     "activations": "activations",
     "head": "activations",
+    "logits": "activations",
     "temporaries": "activations",
 }
 """The part that each part of an estimate belongs to; others, such as copies of weights, are everything else."""
