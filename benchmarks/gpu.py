@@ -1,19 +1,26 @@
-"""Checks for a first run on a GPU, in less than ten minutes: ``python -m benchmarks.gpu --device cuda``.
+"""A first run on a GPU, in nine minutes: ``python -m benchmarks.gpu --device cuda``.
 
-The stages go by worth: whether slots, update and vLLM are alive there; the pair of Infinite Sampling (arXiv
-2506.22950), which is memory and rate of a full group, of naive micro groups and of ours on the configuration of
-Qwen3-1.7B with random weights; an update beside TRL's; idle time of modes; and with the pair the share of what the
-memory's bandwidth allows. Each stage has a process and a time limit of its own. What one has found is written before
-the next begins, so that a GPU that goes away leaves what there is.
+The stages go by worth: whether slots are alive there; a decode step by class of kernel; the pair of Infinite Sampling
+(arXiv 2506.22950), which is memory and rate of a full group, of naive micro groups and of ours on the configuration of
+Qwen3-1.7B with random weights; the update's attention; an update beside TRL's; vLLM, where it is installed; and a fit
+that is resumed. Each stage has a process and a time limit of its own. Each row is written as soon as it is found, so
+that a stage that is cut off, or a GPU that goes away, leaves what there is.
 
-``--quick`` rehearses the stages at a tiny size under the pretended GPU (``pretend_cuda``), without a GPU.
+``--quick`` rehearses all stages at a tiny size without a GPU: those of kernels under the pretended GPU
+(``pretend_cuda``), the others on the CPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from threading import Timer
 
 from benchmarks.gpu_stages import STAGES, Scale, finite
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options, write
@@ -21,7 +28,7 @@ from tests.doubles.pretend_cuda import pretend_cuda
 
 
 def main(options: Options) -> int:
-    """Run all stages; the result is written after each.
+    """Run all stages; the result is written after each row.
 
     Raises:
         SystemExit: The full size is asked for on a CPU.
@@ -33,45 +40,82 @@ def main(options: Options) -> int:
     claims: list[Claim] = []
     for name in STAGES:
         note(f"stage: {name}")
-        found, outcome = _rehearsed(name) if options.quick else _measured(name)
-        rows += [row for one in found for row in _by_figure(name, one)]
+
+        def take(found: Row, name: str = name) -> None:
+            rows.extend(_by_figure(name, found))
+            write("gpu", options, settings, rows, claims)
+
+        outcome = run_stage(name, options.quick, take)
         rows.append({"stage": name, "case": outcome})
-        if not (options.quick and STAGES[name][2]):
-            claims.append(Claim(f"{name}: {outcome}", float(outcome == "ran"), ">=", 1))
+        claims.append(Claim(f"{name}: {outcome}", float(outcome == "ran"), ">=", 1))
         write("gpu", options, settings, rows, claims)
     return finish("gpu", options, settings, rows, claims)
 
 
 def _by_figure(stage: str, found: Row) -> list[Row]:
     """Turn what one case of a stage has found into a row for each figure; its words name the case."""
-    case = ", ".join(str(value) for value in found.values() if isinstance(value, str))
-    figures = ((name, value) for name, value in found.items() if not isinstance(value, str))
-    return [{"stage": stage, "case": case, "figure": name, "value": value} for name, value in figures]
+    case = ", ".join(str(value) for value in found.values() if isinstance(value, str) and value)
+    figures = [(name, value) for name, value in found.items() if not isinstance(value, str)]
+    return [{"stage": stage, "case": case, "figure": name, "value": value} for name, value in figures] or [
+        {"stage": stage, "case": case, "figure": "measured", "value": 0}
+    ]
 
 
-def _rehearsed(name: str) -> tuple[list[Row], str]:
-    """Run a stage in this process, tiny, under the pretended GPU."""
-    function, _, why_not = STAGES[name]
-    if why_not:
-        return [], f"not rehearsed: {why_not}"
-    with pretend_cuda():
-        rows = function(Scale(tiny=True))
-    return rows, "ran" if finite(rows) else "a figure is no number"
+def run_stage(name: str, rehearsed: bool, take: Callable[[Row], None]) -> str:
+    """Run a stage and hand each row to ``take``; return ``ran``, or what has become of it."""
+    if rehearsed and STAGES[name].pretended:
+        with pretend_cuda():
+            return _taken(STAGES[name].function(Scale(tiny=True)), take)
+    command = [sys.executable, "-m", "benchmarks.gpu_stages", name, *(["rehearse"] if rehearsed else [])]
+    return in_time(command, STAGES[name].limit_s * (10 if rehearsed else 1), take)
 
 
-def _measured(name: str) -> tuple[list[Row], str]:
-    """Run a stage in a process of its own, until its time is over."""
-    limit_s = STAGES[name][1]
-    command = [sys.executable, "-m", "benchmarks.gpu_stages", name]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return [], f"took longer than {limit_s} s"
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return [], f"failed: {said[-1]}"
-    rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
-    return rows, "ran" if finite(rows) else "a figure is no number"
+def in_time(command: list[str], limit_s: float, take: Callable[[Row], None]) -> str:
+    """Run a command that prints rows, and hand each one over; at the limit it ends, with all that it has started."""
+    is_late = False
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+
+        def end() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        def end_late() -> None:
+            nonlocal is_late
+            is_late = True
+            end()
+
+        timer = Timer(limit_s, end_late)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            outcome = _taken(_rows(process.stdout), take)
+            code = process.wait()
+        finally:
+            timer.cancel()
+            end()
+        errors.seek(0)
+        said = errors.read().strip().splitlines() or [f"exit code {code}"]
+    if is_late:
+        return f"took longer than {limit_s:g} s"
+    return f"failed: {said[-1]}" if code else outcome
+
+
+def _rows(lines: Iterable[str]) -> Iterator[Row]:
+    """Yield the rows among what a stage prints; what packages print besides is left out."""
+    for line in lines:
+        if line.startswith('{"row": '):
+            yield json.loads(line)["row"]
+
+
+def _taken(rows: Iterable[Row], take: Callable[[Row], None]) -> str:
+    all_finite = True
+    for row in rows:
+        take(row)
+        all_finite = all_finite and finite([row])
+    return "ran" if all_finite else "a figure is no number"
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ class Case:
     row, the process is the one that torchrun's variables say. ``plugin`` is one that
     says which tokens are trained on, or how they go through the policy, such as ``nat:share=0.5``. ``teacher`` is a
     policy that scores the tokens within each step; TRL's trainer is then its DistillationTrainer. ``cpu_time`` makes
-    all seconds CPU seconds of the process, for a machine that others use too.
+    all seconds CPU seconds of the process, for a machine that others use too. ``whole`` times all of TRL's
+    micro-batches and does not scale some of them up; ``liger`` has TRL take the kernels of liger.
     """
 
     system: System
@@ -70,6 +71,8 @@ class Case:
     plugin: str | None = None
     teacher: str | None = None
     cpu_time: bool = False
+    whole: bool = False
+    liger: bool = False
 
 
 class Probe(pl.Callback):
@@ -185,7 +188,7 @@ def run_trl(case: Case, folder: str) -> None:
     if case.checkpointing:
         model.gradient_checkpointing_enable(OPTIONS)
     per_step = trainer.args.gradient_accumulation_steps
-    timed = min(per_step, max(1, TIMED_ROWS // case.size))
+    timed = per_step if case.whole else min(per_step, max(1, TIMED_ROWS // case.size))
     probe = Probe(case)
 
     def step(number_of: int) -> None:
@@ -219,6 +222,7 @@ def _trl_options(case: Case, folder: str, num_rollouts: int) -> dict[str, Any]:
         "report_to": [],
         "gradient_checkpointing": bool(case.checkpointing),
         "gradient_checkpointing_kwargs": OPTIONS,
+        "use_liger_kernel": case.liger,
     }
 
 

@@ -101,7 +101,7 @@ def compare(name: str, case: Case, sizes: Sizes, repeats: int) -> tuple[list[Row
         measured += in_turn([replace(case, size=ours), replace(peer, size=theirs)], repeats)
     if not on_gpu and not case.checkpointing:
         measured += in_turn([replace(peer, system="TRL", size=sizes.theirs[0])], 1)
-    return [_row(name, steps) for steps in measured], _claims(name, case, measured)
+    return [figures_of(name, steps) for steps in measured], _claims(name, case, measured)
 
 
 def in_turn(cases: Sequence[Case], repeats: int) -> list[Steps]:
@@ -119,7 +119,8 @@ def _seconds(steps: Steps) -> float:
     return statistics.median(steps.seconds)
 
 
-def _row(name: str, steps: Steps) -> Row:
+def figures_of(name: str, steps: Steps) -> Row:
+    """Return the row of one setting."""
     case, figures, seconds = steps.case, steps.figures, _seconds(steps)
     return {
         "system": case.system,
