@@ -28,7 +28,7 @@ def main(options: Options) -> int:
     tokenizer, device = load_tokenizer(name), torch.device(options.device)
     policy: Any = load_policy(name, nf4=True).to(device).eval()
     whole: Any = load_policy(name).to(device, torch.bfloat16).eval()
-    number, size, limit = (2, 2, 8) if options.quick else (8, 8, 64)
+    number, size, limit = (2, 2, 8) if options.quick else (4, 4, 48)
     generator = slots(policy, tokenizer, 4 if options.quick else 16)
     prompts = arithmetic_prompts(tokenizer, number)
     groups, _ = roll_out(generator, prompts, size, SamplingParams(max_tokens=limit))
