@@ -5,7 +5,8 @@ Qwen3-0.6B in float32 (28 layers, 224 KiB a token). Memory is the peak of the re
 loaded); on a GPU, of the allocator. Where all completions come to the limit, the most that they can take, keys and
 values are compared with the least that any system holds which keeps the prompt once and every slot's completion whole.
 Where they are long-tailed, memory for keys and values at its peak is compared with the tokens in it at theirs: what is
-allocated for more than there is.
+allocated for more than there is. Each row tells the bytes at the peak by part: the keys and values of prompts, of
+completions in slots, of completions that wait, and everything besides.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from benchmarks.processes import LEAN, LEAN_TEXT, Figures, is_case, measured, read_case, tell
 from benchmarks.random_policies import QWEN3_WIDE, kv_bytes, random_qwen3
 from benchmarks.report import Claim, Options, Row, finish, note, parse_options
-from benchmarks.rollouts import kv_tokens, roll_out, slots
+from benchmarks.rollouts import kv_parts, kv_tokens, roll_out, slots
 from benchmarks.workloads import long_tailed
 from lit_grpo.memory import PeakMemory
 from lit_grpo.types import Prompt, SamplingParams
@@ -135,21 +136,29 @@ def run_case() -> None:
         lengths = dict.fromkeys(lengths, case.max_tokens)
     num_slots = case.num_slots if case.system == "lit_grpo" else case.group_size
     generator = slots(policy, make_tokenizer(), num_slots, lengths)
-    held = [(0, 0)]
+    held, parts = [(0, 0)], [dict.fromkeys(("prompts", "slots", "waiting"), 0)]
     gc.collect()
     memory = PeakMemory(policy.device)
     idle_gib = memory.current_gib()
     memory.reset()
     sampling = SamplingParams(max_tokens=case.max_tokens)
-    roll_out(generator, [prompt], case.group_size, sampling, on_step=lambda _: held.append(kv_tokens(generator)))
+
+    def on_step(num_tokens: int) -> None:
+        held.append(kv_tokens(generator))
+        parts.append(kv_parts(generator))
+
+    roll_out(generator, [prompt], case.group_size, sampling, on_step=on_step)
     peak_mib = (memory.peak_gib() - idle_gib) * 1024
     token_mib = kv_bytes(policy) / 2**20
     allocated, used = (max(tokens) for tokens in zip(*held, strict=True))
+    largest = max(parts, key=lambda part: sum(part.values()))
     least = case.prompt_tokens + num_slots * case.max_tokens
     tell(
         {
             "rollout_mib": peak_mib,
             "kv_mib": allocated * token_mib,
+            **{f"kv_{part}_mib": tokens * token_mib for part, tokens in largest.items()},
+            "besides_mib": peak_mib - allocated * token_mib,
             "prompt_and_slots_mib": least * token_mib,
             "used_mib": used * token_mib,
             "allocated_tokens": allocated,

@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from lit_grpo.rollout.loop import RolloutStats
     from lit_grpo.tools.simulation.traces import Trace
 
-__all__ = ["ForetoldLengths", "KnownLengths", "Stepped", "kv_tokens", "lengths_of", "replayed", "roll_out", "slots"]
+__all__ = [
+    "ForetoldLengths",
+    "KnownLengths",
+    "Stepped",
+    "kv_parts",
+    "kv_tokens",
+    "lengths_of",
+    "replayed",
+    "roll_out",
+    "slots",
+]
 
 
 class ForcedGenerator(SlotGenerator):
@@ -124,6 +134,17 @@ def kv_tokens(generator: SlotGenerator) -> tuple[int, int]:
         return generator.capacity().kv_tokens_in_use, 0
     prompts = {request.key[:2]: len(request.prompt.token_ids) for request in rows.requests}
     return generator.capacity().kv_tokens_in_use, int(rows.counts[: len(rows.requests)].sum()) + sum(prompts.values())
+
+
+def kv_parts(generator: SlotGenerator) -> dict[str, int]:
+    """Return the KV tokens that there is memory for at this moment: of prompts, of slots, and of what waits."""
+    cache = generator._cache
+    prompts = sum(shelf.room * shelf.num_tokens for shelf in cache._prompt_shelves.values())
+    return {
+        "prompts": prompts,
+        "slots": cache.allocated_tokens - prompts,
+        "waiting": generator.capacity().kv_tokens_in_use - cache.allocated_tokens,
+    }
 
 
 def replayed(trace: Trace, plan: str, num_slots: int, lengths: FittedLengths, kv_tokens: int | None = None) -> Schedule:

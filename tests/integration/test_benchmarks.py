@@ -115,6 +115,7 @@ WITHOUT_VLLM = (
         "learning_per_hour",
         "methods",
         "mixture",
+        "nf4_gap",
         "planner_cost",
         "plans",
         "same_curves",

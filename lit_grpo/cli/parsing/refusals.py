@@ -115,9 +115,14 @@ def _check_devices(settings: Mapping[str, Any], fits: bool) -> None:
             f"trainer.strategy {strategy!r} is not supported; use auto, or of several devices ddp or fsdp2 (in workers "
             "of Ray ray_ddp or ray_fsdp2)."
         )
-    mps = torch.backends.mps.is_available()
-    there = {"gpu": torch.cuda.is_available() or mps, "cuda": torch.cuda.is_available(), "mps": mps}
-    if isinstance(accelerator, str) and not there.get(accelerator, True):
+    has_cuda = torch.cuda.is_available()
+    on_apple = torch.backends.mps.is_available() and not has_cuda and accelerator in ("auto", "gpu")
+    if on_apple or accelerator == "mps":
+        raise ValueError(
+            f"trainer.accelerator is {accelerator!r}, which would train on an Apple GPU (mps); these have no float64, "
+            "which sampling needs, so set trainer.accelerator to cpu."
+        )
+    if isinstance(accelerator, str) and not {"gpu": has_cuda, "cuda": has_cuda}.get(accelerator, True):
         built = "" if torch.backends.cuda.is_built() else " (this build of torch is for CPUs alone)"
         raise ValueError(
             f"trainer.accelerator is {accelerator!r}, but torch finds no such device here{built}; take cpu, or auto."
