@@ -227,10 +227,10 @@ def _rates(scale: Scale, dtype: torch.dtype) -> Iterator[Row]:
     engine.start(PolicySpec(policy, make_tokenizer()))
     engine.load_weights(engine.weights(), 0)
     for name, generator in (("vLLM", engine), ("slots", slots(policy, make_tokenizer(), rows))):
-        for _ in range(2):
-            begun = scale.wait()
-            groups, stats = roll_out(generator, [prompt], rows, SamplingParams(max_tokens=limit))
-            seconds = scale.wait() - begun
+        roll_out(generator, [prompt], rows, SamplingParams(max_tokens=limit))  # a warm-up
+        begun = scale.wait()
+        groups, stats = roll_out(generator, [prompt], rows, SamplingParams(max_tokens=limit))
+        seconds = scale.wait() - begun
         tokens = sum(rollout.completion.num_tokens for group in groups for rollout in group.rollouts)
         yield {"case": f"{rows} rows, {name}", "tokens_per_s": tokens / seconds, "steps": stats.num_steps}
     engine.close()
@@ -346,8 +346,8 @@ class _StepWatch:
 
     def by_class(self) -> tuple[Counter[str], Counter[str]]:
         """Return milliseconds and number of kernels a step, by class; of operations on the host in a rehearsal."""
-        events, on_gpu = self._profile.key_averages(), torch.autograd.DeviceType.CUDA
-        of_device = [event for event in events if event.device_type == on_gpu]
+        events = self._profile.key_averages()
+        of_device = [event for event in events if str(event.device_type).endswith("CUDA")]
         milliseconds, kernels = Counter[str](), Counter[str]()
         for event in of_device if self._scale.device == "cuda" and not self._scale.tiny else events:
             taken = event.self_device_time_total if of_device else event.self_cpu_time_total

@@ -136,7 +136,8 @@ def run_case() -> None:
         lengths = dict.fromkeys(lengths, case.max_tokens)
     num_slots = case.num_slots if case.system == "lit_grpo" else case.group_size
     generator = slots(policy, make_tokenizer(), num_slots, lengths)
-    held, parts = [(0, 0)], [dict.fromkeys(("prompts", "slots", "waiting"), 0)]
+    held = [(0, 0)]
+    parts: list[dict[str, int]] = [{"prompts": 0, "slots": 0, "waiting": 0}]
     gc.collect()
     memory = PeakMemory(policy.device)
     idle_gib = memory.current_gib()

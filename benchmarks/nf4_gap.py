@@ -26,8 +26,9 @@ def main(options: Options) -> int:
     """Measure both gaps."""
     name = options.policy or ("tiny" if options.quick else "smollm2")
     tokenizer, device = load_tokenizer(name), torch.device(options.device)
-    policy: Any = load_policy(name, nf4=True).to(device).eval()
-    whole: Any = load_policy(name).to(device, torch.bfloat16).eval()
+    policy: Any = load_policy(name, nf4=True)
+    whole: Any = load_policy(name)
+    policy, whole = policy.to(device).eval(), whole.to(device, torch.bfloat16).eval()
     number, size, limit = (2, 2, 8) if options.quick else (4, 4, 48)
     generator = slots(policy, tokenizer, 4 if options.quick else 16)
     prompts = arithmetic_prompts(tokenizer, number)

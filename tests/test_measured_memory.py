@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,7 +107,7 @@ def test_memory_of_a_group_above_the_weights_is_within_a_tenth(
     row = measured("the paper's pair", system=system, code="bd64b0fe")
     prompt = Prompt("train/0", tuple(3 + i % 10 for i in range(512)), "")
     lengths = long_tailed([prompt], row["G"], 1024)
-    expected = noisy([*map(float, lengths.values())], NOISE)
+    expected = noisy(np.array([*lengths.values()], dtype=float), NOISE)
     foretold = ForetoldLengths(dict(zip(lengths, expected, strict=True)))
     sampling, held = SamplingParams(max_tokens=max(lengths.values())), list[int]()
     if system == "naive":  # all rows of a round go on to the end of its longest
