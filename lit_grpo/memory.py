@@ -159,6 +159,12 @@ def in_one_copy(arrays: Mapping[str, torch.Tensor | np.ndarray], device: torch.d
     return {name: there_U[places[name]].view(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
 
 
+def begin_read(tensor: torch.Tensor) -> torch.Tensor:
+    """Begin to copy a tensor of a GPU to the host; what is returned holds it after an event that is recorded now."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return copy.copy_(tensor, non_blocking=True)
+
+
 def in_one_read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy tensors of any shapes and dtypes to the host as one piece, for which the host waits once.
 

@@ -86,8 +86,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
 
     inputs = TokenRows.inputs
 
-    def with_positions(rows: TokenRows, decoded: int) -> dict[str, Any]:
-        return inputs(rows, decoded) | {"uniform": rows.counts[: len(rows.requests)].copy()}
+    def with_positions(rows: TokenRows, *others: int, **options: int) -> dict[str, Any]:
+        return inputs(rows, *others, **options) | {"uniform": rows.counts[: len(rows.requests)].copy()}
 
     monkeypatch.setattr(TokenRows, "inputs", with_positions)
     monkeypatch.setattr(slots_module, "sample_tokens", sample)
@@ -308,7 +308,7 @@ PLACES: list[tuple[Any, str]] = [
     (SlotCache, "prepare"),
     (SlotCache, "remove"),
     (TokenRows, "admit"),
-    (TokenRows, "append"),
+    (TokenRows, "take"),
     (TokenRows, "trajectory"),
 ]
 

@@ -66,6 +66,23 @@ def test_completions_are_those_of_the_cpu_for_one_wait_and_one_copy_a_step(
     assert max(len(ids) for ids, _ in expected) > 32
 
 
+@pytest.mark.parametrize("kind", table_rows(["graphs", "lora"], ["graphs"]))
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(kind: str, policy_folder: Path) -> None:
+    """From its launch on a step waits for nothing of the host: each wait comes after the launch of the next step."""
+    with pretend_cuda() as gpu:
+        generator = started(make(kind).to("cuda"), policy_folder)
+        assert generator.runs_ahead
+        sample(generator, max_tokens=40)  # records
+        gpu.reset()
+        sample(generator, max_tokens=40, points=(0, 4))
+    order = ["launch" if each == "replay" else each for each in gpu.order]
+    waits = [place for place, each in enumerate(order) if each != "launch"]
+    assert {order[place].partition(":")[0] for place in waits} == {"wait at rollout/slots/generator.py"}
+    num_ahead = [place - 2 * number for number, place in enumerate(waits)]  # launches that are not read, before a wait
+    assert len(waits) > 40 and set(num_ahead[:-1]) <= {1, 2, 3}, order
+    assert num_ahead.count(1) <= 4, order  # the last tokens of all, and where all are at a point
+
+
 def test_weights_in_bfloat16_decode_as_on_the_cpu(policy_folder: Path) -> None:
     policy: Any = random_policy()
     expected, _ = sample(started(policy.bfloat16(), policy_folder))

@@ -5,6 +5,9 @@ sees each operation and does three things. It refuses tensors of different place
 notes what a GPU would be asked for: kernels, copies from the host, and everything that the host would wait for. And it
 notes the place of each result. The arithmetic is the CPU's, so results can be compared with those of a run on the CPU.
 
+A copy to pinned memory that nobody waits for has arrived once the host has waited for an event recorded after it:
+until then the memory holds garbage.
+
 A CUDA graph is a list of operations: what is recorded can be replayed without the code that made it, on the tensors
 that it had then. Waits and copies from the host are refused during a recording, as CUDA refuses them.
 
@@ -65,11 +68,16 @@ class Ledger:
     noted: Counter[tuple[Kind, str, str]] = field(default_factory=Counter)
     tape: list[Callable[[], None]] | None = None
     compiled: bool = False
+    sent: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Copies to pinned memory that are on their way: where to, and what."""
+    order: list[str] = field(default_factory=list)
+    """Replays of graphs and waits, as they came."""
 
     def reset(self) -> None:
         """Begin to count again."""
         self.launches = self.replays = 0
         self.noted.clear()
+        self.order.clear()
 
     def count(self, kind: Kind) -> int:
         """Return how often something of a kind was noted."""
@@ -91,6 +99,8 @@ class Ledger:
         if self.tape is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing: {name} at {line}")
         self.noted[kind, name, line] += 1
+        if kind == "wait":
+            self.order.append(f"wait at {line}")
 
 
 def _line() -> str:
@@ -165,6 +175,8 @@ class _Mode(TorchDispatchMode):
             return result
         on_host = self._note(func, args, kwargs, there, [each for each in tensors if place_of(each) != "gpu"])
         result = _computed(func, args, kwargs)
+        if self.ledger.sent and args and args[0] is self.ledger.sent[-1][0]:
+            args[0].view(torch.uint8).fill_(0xA5)
         if on_host:
             return result
         if self.ledger.tape is not None:
@@ -183,6 +195,8 @@ class _Mode(TorchDispatchMode):
         if func is aten.copy_.default and place_of(args[0]) != "gpu":
             if not (_is_asynchronous(args, kwargs) and place_of(args[0]) == "pinned"):
                 ledger.note("wait", "copy to the host")
+            else:
+                ledger.sent.append((args[0], args[1].clone()))
             return True
         if func in (aten._to_copy.default, aten.copy_.default) and here:
             asynchronous = _is_asynchronous(args, kwargs)
@@ -299,13 +313,36 @@ class _Graph:
         """Compute it once more."""
         self.ledger.launches += 1
         self.ledger.replays += 1
+        self.ledger.order.append("replay")
         with _disable_current_modes(), torch.no_grad():
             for compute in self.tape:
                 compute()
 
 
+class _Event:
+    """An event, with which all arrives that was on its way when it was recorded."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._sent = ledger, [*ledger.sent]
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self._ledger.note("wait", "event")
+        with _disable_current_modes(), torch.no_grad():
+            for place, values in self._sent:
+                place.copy_(values)
+        self._ledger.sent = [copy for copy in self._ledger.sent if not any(copy is own for own in self._sent)]
+
+
 class _Stream:
     """A stream, of which there is one alone."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def record_event(self) -> _Event:
+        """Record an event."""
+        return _Event(self._ledger)
 
     def wait_stream(self, other: _Stream) -> None:
         """Do nothing."""
@@ -326,7 +363,7 @@ def _cuda_functions(ledger: Ledger, free: int, total: int) -> dict[str, Any]:
     def synchronize(*_: object) -> None:
         ledger.note("wait", "synchronize")
 
-    stream = _Stream()
+    stream = _Stream(ledger)
     numbers = {"mem_get_info": (free, total), "device_count": 1, "current_device": 0, "get_device_name": "pretended"}
     numbers |= dict.fromkeys(("memory_reserved", "memory_allocated", "max_memory_allocated"), 0)
     numbers |= {"is_available": True, "is_bf16_supported": True, "is_initialized": True}

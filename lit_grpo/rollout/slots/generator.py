@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel  # not for type checking alone: jsonargparse would parse this file 144 times
 
 from lit_grpo.limits import Completions, Number, check_value
-from lit_grpo.memory import in_one_copy, is_out_of_memory
+from lit_grpo.memory import begin_read, in_one_copy, is_out_of_memory
 from lit_grpo.policy.architecture.decoder import compute_dtype, token_head
 from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
@@ -25,7 +25,7 @@ from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kept import KeptCompletions
 from lit_grpo.rollout.slots.kv.cache import KVBudget, SlotCache, check_request, kv_budget_bytes
 from lit_grpo.rollout.slots.kv.tables import RowTables
-from lit_grpo.rollout.slots.rows import TokenRows
+from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
 from lit_grpo.rollout.weights.tensors import (
     SyncReport,
     Versioned,
@@ -47,6 +47,15 @@ class SlotGenerator(Versioned):
     There is nothing to install and nothing to sync: the weights are the policy's own. A prompt is
     prefilled once for all its completions, and its keys and values are kept once. The KV memory is that of
     the prompts in work and of what the slots hold, whatever the group size.
+
+    On a GPU it runs ahead (:attr:`runs_ahead`): :meth:`step` launches the next step before it waits for the tokens of
+    the current one, so that the GPU decodes while the host finds out what has ended, and what comes in its place. Each
+    row goes on from the token that the GPU has just sampled; columns, positions and random numbers do not depend on
+    tokens. Results are those of one step after another: a completion that ends, or is stopped, leaves a token in
+    flight, which nobody reads and which is sampled again should the completion go on.
+
+    Attributes:
+        runs_ahead: Whether it launches a step before it has read the tokens of the last one; set by :meth:`start`.
 
     Args:
         num_slots: Number of completions decoded at a time.
@@ -74,7 +83,7 @@ class SlotGenerator(Versioned):
         self.kv_memory = MemoryAmount(kv_memory)
         self.packed_weights = packed_weights
         self.feature_points: tuple[int, ...] = ()
-        self.keeps_ended = False
+        self.keeps_ended = self.runs_ahead = False
         self.budget: KVBudget | None = None
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None
@@ -107,6 +116,8 @@ class SlotGenerator(Versioned):
         self._policy, self._tokenizer, self._text_of = model, policy.tokenizer, policy.text_of
         self._device, self._dtype, self._head = model.device, self._shape.dtype, token_head(model)
         self._eos_ids = np.array(policy.eos_ids)
+        self.runs_ahead = self._device.type == "cuda"
+        self._to_host = begin_read if self.runs_ahead else torch.Tensor.cpu
         self._context = slot_context(model)
         self._mode = DecodingMode(model, keeps_copies=self._graphs is not None, packs=self.packed_weights)
         granted = kv_budget_bytes(self.kv_memory, model)
@@ -157,6 +168,7 @@ class SlotGenerator(Versioned):
 
     def _clear(self) -> None:
         self._incoming: list[Request] = []
+        self._launched: SampledStep | None = None  # a step of all rows, whose tokens have not been read
         self._rows, self._cache = TokenRows(self.num_slots, 0), SlotCache(self._shape, 0, self.num_slots)
         self._kept = KeptCompletions()
 
@@ -239,10 +251,16 @@ class SlotGenerator(Versioned):
 
     def _leave(self, row: int, ended: bool = False) -> None:
         """Free a row; its keys and values are kept where requests may go on from them, as far as there is room."""
+        launched = self._launched
         if self._rows.requests[row].group not in self._released and (self.keeps_ended or not ended):
-            self._kept.store(row, self._rows, self._cache, self._room_to_keep(), ended)
+            hidden_D = None if launched is None else launched.hidden_of(row)
+            self._kept.store(row, self._rows, self._cache, self._room_to_keep(), ended, hidden_D)
         self._cache.remove(row)
         self._rows.remove(row)
+        if launched is not None:
+            launched.places[row] = launched.places[-1]
+            del launched.places[-1]
+            self._launched = launched if launched.places else None
 
     def _room_to_keep(self, entering: int = 0) -> int:
         """KV tokens of completions without a row that may be kept, where requests with so many tokens enter.
@@ -280,15 +298,35 @@ class SlotGenerator(Versioned):
         events, is_prefilling = StepEvents(), False
         try:
             with self._mode.without_gradients():
-                is_roomy = self._make_room()
+                is_roomy, step, self._launched = self._make_room(), self._launched, None
+                shown: list[tuple[Sequence[GroupKey], torch.Tensor]] = []  # features of prompts, on their way here
+                entering: list[torch.Tensor] = []  # hidden states that the next tokens of new rows come from
                 if self._incoming:
                     is_prefilling = True
-                    self._prefill_prompts(events, ahead=is_roomy)
+                    shown += self._prefill_prompts(events, ahead=is_roomy)
                     if resumed := [request for request in self._incoming if request.prefix.num_tokens]:
-                        self._resume(resumed)
+                        entering += self._resume(resumed, step)
+                    entering += [self._cache.prompts[request.group].hidden_D for request in self._incoming]
                     self._rows.admit(self._incoming, self.version)
                     self._incoming, is_prefilling = [], False
-                self._finish(self._decode(events), events)
+                if step is None:
+                    step = self._decode(entering)
+                elif entering:
+                    first = len(step.places)
+                    uniform_B = in_one_copy(self._rows.inputs(0, first), self._device)["uniform"]
+                    step.join(self._sample(torch.stack(entering), uniform_B, first))
+                if entering:
+                    self._cache.admit([request.group for request in self._rows.requests[self._cache.num_rows :]])
+                if self.runs_ahead and self._may_run_ahead(is_roomy):
+                    self._launched = self._decode([], step)
+                if step.ready is not None:
+                    step.ready.synchronize()
+                for keys, features_BF in shown:
+                    events.observations.append(Observation(keys, 0, features_BF.numpy()))
+                tokens_B, observations = self._rows.take(step, self.feature_points)
+                events.num_active = events.num_tokens = len(tokens_B)
+                events.observations += observations
+                self._finish(tokens_B, events)
         except BaseException as error:
             kv_tokens, rows = self._kept.num_tokens + self._cache.allocated_tokens, self._rows
             stopped = [request.after(rows.trajectory(row)) for row, request in enumerate(rows.requests)]
@@ -328,7 +366,8 @@ class SlotGenerator(Versioned):
         entering, prompts = cache.tokens_of(prefixes), {request.group: request.prompt for request in self._incoming}
         for group, prompt in prompts.items():
             entering += 0 if group in cache.prompts else shape.pieces.prompt(len(prompt.token_ids))
-        is_tight = in_use + cache.growth(self._rows.counts[: len(self._rows.requests)] - 1) + entering > budget.tokens
+        columns_B = self._rows.counts[: len(self._rows.requests)] - (self._launched is None)
+        is_tight = in_use + cache.growth(columns_B) + entering > budget.tokens
         cache.most_entries = 0 if is_tight else self.num_slots
         if is_tight:
             self._kept.fit(0)
@@ -338,12 +377,30 @@ class SlotGenerator(Versioned):
             cache.tighten()
         return False
 
-    def _prefill_prompts(self, events: StepEvents, ahead: bool) -> None:
+    def _may_run_ahead(self, is_roomy: bool) -> bool:
+        """Return whether a step may be launched before the tokens of the last one are read.
+
+        It may if some row is not at its limit with the token in flight, and if its keys and values fit. The loop
+        makes room for as many tokens of each row as there are with that token, so memory seldom says no.
+        """
+        rows, budget = self._rows, self.budget
+        num_rows = len(rows.requests)
+        assert budget is not None
+        if (rows.sampled[:num_rows] + 1 >= self._sampling.max_tokens).all():
+            return False
+        in_use = self._kept.num_tokens + self._cache.allocated_tokens
+        return is_roomy or in_use + self._cache.growth(rows.counts[:num_rows]) <= budget.tokens
+
+    def _prefill_prompts(self, events: StepEvents, ahead: bool) -> list[tuple[Sequence[GroupKey], torch.Tensor]]:
         """Compute what is missing of the prompts of incoming requests: keys and values, and their last hidden states.
 
         Prompts that take the same room go through the policy together. If any is missing, and ``ahead``, some short
         ones that requests will come for go with it.
+
+        Returns:
+            The features of prompts that are observed, on their way to the host.
         """
+        shown: list[tuple[Sequence[GroupKey], torch.Tensor]] = []
         cache, budget, states = self._cache, self.budget, self._shape.states
         assert budget is not None
         needed = {request.group: request.prompt for request in self._incoming}
@@ -383,26 +440,43 @@ class SlotGenerator(Versioned):
                     logits_BV = self._head(hidden_BD).float() / (self._sampling.temperature or 1.0)
                     entropies_B1 = torch.special.entr(logits_BV.softmax(-1)).sum(-1)[:, None]  # before truncation
                     features_BF = torch.cat([hidden_BD.float(), torch.zeros_like(entropies_B1), entropies_B1], -1)
-                    events.observations.append(Observation(groups, 0, features_BF.cpu().numpy()))
+                    shown.append((groups, self._to_host(features_BF)))
+        return shown
 
-    def _resume(self, resumed: Sequence[Request]) -> None:
-        """Give rows to those of the incoming requests that have prefixes: the cache gets all but their last tokens."""
+    def _resume(self, resumed: Sequence[Request], step: SampledStep | None) -> list[torch.Tensor]:
+        """Give rows to those of the incoming requests that have prefixes: the cache gets all but their last tokens.
+
+        Where a ``step`` of the other rows has been launched, it gets all, and the hidden states of their last tokens
+        are returned.
+        """
         assert self.budget is not None
-        rows, most_tokens = self._rows, self.budget.prefill_tokens
-        for requests in self._kept.resume(self.policy, resumed, rows, self._cache, most_tokens):
+        rows, most_tokens, entering = self._rows, self.budget.prefill_tokens, list[torch.Tensor]()
+        for requests, hidden in self._kept.resume(self.policy, resumed, rows, self._cache, most_tokens, step):
             rows.admit(requests, self.version)
+            entering += hidden
             entered = {request.key for request in requests}
             self._incoming = [request for request in self._incoming if request.key not in entered]
+        return entering
 
-    def _decode(self, events: StepEvents) -> np.ndarray:
-        """Give each row a token: from its last one, or from its prompt if it has none yet; return the tokens."""
-        rows, cache = self._rows, self._cache
-        num_decoded = cache.num_rows  # those of the rows that have tokens
-        fresh, arrays, hidden = [request.group for request in rows.requests[num_decoded:]], rows.inputs(num_decoded), []
+    def _decode(self, entering: Sequence[torch.Tensor], before: SampledStep | None = None) -> SampledStep:
+        """Launch a step of all rows: each goes on from its last token, the last rows from hidden states.
+
+        Args:
+            entering: The hidden states that the tokens of the last rows come from.
+            before: The step that samples the last tokens, where the host has not read them.
+        """
+        rows, cache, num_ahead = self._rows, self._cache, int(before is not None)
+        num_decoded = len(rows.requests) - len(entering)
+        arrays, hidden = rows.inputs(num_decoded, num_ahead=num_ahead), []
+        if before is not None and before.places != [*range(before.bits_3B.shape[1])]:
+            arrays["places"] = np.array(before.places)
         if num_decoded:
-            inputs = cache.prepare(rows.counts[:num_decoded] - 1, arrays)
+            inputs = cache.prepare(rows.counts[:num_decoded] - 1 + num_ahead, arrays)
             longest = int(arrays["positions"].max())
-            tokens_B, positions_B = inputs["tokens"], inputs["positions"]
+            tokens_B = inputs["tokens"] if before is None else before.bits_3B[0].view(torch.int32).long()
+            if "places" in inputs:
+                tokens_B = tokens_B.index_select(0, inputs["places"])
+            positions_B = inputs["positions"]
             if self._graphs is not None:
                 hidden.append(self._graphs(tokens_B, positions_B, longest))
             elif self._fused is not None:
@@ -411,23 +485,27 @@ class SlotGenerator(Versioned):
                 hidden.append(decode_by_model(self.policy, tokens_B, positions_B, cache))
         else:
             inputs = in_one_copy(arrays, self._device)
-        if fresh:
-            hidden.append(torch.stack([cache.prompts[group].hidden_D for group in fresh]))
-            cache.admit(fresh)
-        hidden_BD = torch.cat(hidden)
-        tokens_B, *others = sample_tokens(self._head(hidden_BD), self._sampling, inputs["uniform"])
-        # They come to the host in one piece, because every copy waits for the device.
-        bits_B, logprobs_B, entropies_B = torch.stack([tokens_B.int().view(torch.float32), *others]).cpu().numpy()
-        tokens_B = bits_B.view(np.int32).astype(np.int64)
-        if np.isnan(logprobs_B).any():
-            raise FloatingPointError(
-                f"The policy's logits are NaN or infinite at version {self.version}, so no token can be sampled; "
-                "look for NaN weights or a learning rate that is too high."
-            )
-        events.num_active = events.num_tokens = len(rows.requests)
-        events.observations += rows.observe(self.feature_points, hidden_BD, entropies_B)
-        rows.append(tokens_B, logprobs_B, entropies_B)
-        return tokens_B
+        if entering:
+            hidden.append(torch.stack([*entering]))
+        return self._sample(torch.cat(hidden), inputs["uniform"], num_ahead=num_ahead)
+
+    def _sample(
+        self, hidden_BD: torch.Tensor, uniform_B: torch.Tensor, first: int = 0, num_ahead: int = 0
+    ) -> SampledStep:
+        """Sample a token of each row from the ``first`` on; all that the host is to know of them is sent to it.
+
+        That is in one piece where no row is at a point at which it is observed, because every copy is a launch.
+        """
+        tokens_B, *others = sample_tokens(self._head(hidden_BD), self._sampling, uniform_B)
+        bits_3B = torch.stack([tokens_B.int().view(torch.float32), *others])
+        step = SampledStep(bits_3B, hidden_BD, [self._to_host(bits_3B)], [*range(len(hidden_BD))])
+        sampled_B = self._rows.sampled[first : first + len(hidden_BD)] + num_ahead
+        if shown := np.flatnonzero((sampled_B > 0) & np.isin(sampled_B, self.feature_points)).tolist():
+            states_BD = self._to_host(hidden_BD.float())
+            step.shown = {place: states_BD[place] for place in shown}
+        if self._device.type == "cuda":
+            step.ready = torch.cuda.current_stream(self._device).record_event()
+        return step
 
     def _finish(self, tokens_B: np.ndarray, events: StepEvents) -> None:
         """End the completions that their new token has ended, or that are at their limit, and free their rows."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from lit_grpo.rollout.slots.forward import prefill
 from lit_grpo.rollout.slots.kv.cache import CopiedRow, SlotCache
-from lit_grpo.rollout.slots.rows import TokenRows
+from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
 from lit_grpo.trajectory import num_common, prefix_tree
 from lit_grpo.types import GroupKey, Key, Request
 
@@ -42,12 +43,22 @@ class KeptCompletions:
         self.num_tokens = 0
         self._kept: dict[Key, _Kept] = {}
 
-    def store(self, row: int, rows: TokenRows, cache: SlotCache, most_tokens: int, ended: bool = False) -> None:
-        """Copy what a row holds but its last token, if all that is kept stays within ``most_tokens``.
+    def store(
+        self,
+        row: int,
+        rows: TokenRows,
+        cache: SlotCache,
+        most_tokens: int,
+        ended: bool = False,
+        hidden_D: torch.Tensor | None = None,
+    ) -> None:
+        """Copy what a row holds, if all that is kept stays within ``most_tokens``.
 
-        Those that have ended make room for it, the first of them first.
+        Those that have ended make room for it, the first of them first. With ``hidden_D``, the hidden state of its last
+        token, the row holds all its tokens, because its next one is in flight; else all but the last.
         """
-        request, token_ids_T = rows.requests[row], rows.token_ids(row)[:-1].copy()
+        request, num_held = rows.requests[row], int(rows.counts[row]) - (hidden_D is None)
+        token_ids_T = rows.token_ids(row)[:num_held].copy()
         self._forget(request.key)
         num_tokens = len(token_ids_T) + cache.shape.pieces.state
         if not len(token_ids_T) or num_tokens > most_tokens:
@@ -56,14 +67,22 @@ class KeptCompletions:
             if self.num_tokens + num_tokens > most_tokens:
                 self._forget(key)
         if self.num_tokens + num_tokens <= most_tokens:
-            copied = cache.copy_completion(row, len(token_ids_T))
+            copied = cache.copy_completion(row, num_held)
+            if hidden_D is not None:
+                copied = copied._replace(hidden_D=hidden_D.clone())
             self._kept[request.key] = _Kept(request.group, token_ids_T, copied, num_tokens, ended)
             self.num_tokens += num_tokens
 
     def resume(
-        self, policy: PreTrainedModel, requests: Sequence[Request], rows: TokenRows, cache: SlotCache, most_tokens: int
-    ) -> Iterator[list[Request]]:
-        """Open rows in the cache for requests with prefixes, some at a time, and yield which.
+        self,
+        policy: PreTrainedModel,
+        requests: Sequence[Request],
+        rows: TokenRows,
+        cache: SlotCache,
+        most_tokens: int,
+        step: SampledStep | None = None,
+    ) -> Iterator[tuple[list[Request], Sequence[torch.Tensor]]]:
+        """Open rows in the cache for requests with prefixes, some at a time; yield which, and their hidden states.
 
         Of each, what a row or a kept completion of its prompt begins with is copied: all of it, where nothing has been
         observed since it was kept; the prefix, where it is a fork; all but the tail, where a tool has answered. What is
@@ -76,54 +95,71 @@ class KeptCompletions:
             rows: The tokens of those that there are.
             cache: Cache of the slots, which takes the rows over.
             most_tokens: The most tokens that go through the model at once.
+            step: The next step of the rows, where it has been launched: they hold all their tokens then, and those that
+                join them come to hold all of theirs. By default all but the last, and no hidden states are yielded.
         """
-        has_states = cache.states is not None
+        has_states, entered = cache.states is not None, list[torch.Tensor]()
         for wave in [requests] if has_states else _one_of_each_beginning(requests):
             alike: dict[tuple[GroupKey, int, int], list[tuple[Request, int | CopiedRow]]] = {}
             for request in wave:
-                known, source = self._beginning(request, rows, has_states)
-                members = alike.setdefault((request.group, request.prefix.num_tokens - 1, known), [])
+                num_tokens = request.prefix.num_tokens - (step is None)
+                known, source = self._beginning(request, rows, has_states, num_tokens)
+                members = alike.setdefault((request.group, num_tokens, known), [])
                 members.append((request, source))
             for (group, num_tokens, known), members in alike.items():
-                beginnings = []
+                beginnings, hidden = list[CopiedRow](), list[torch.Tensor]()
                 for _, source in members if known else ():
                     if isinstance(source, int):
                         beginnings.append(cache.copy_completion(source, known))
+                        if step is not None and known == num_tokens:
+                            late = source - len(step.places)
+                            hidden.append(entered[late] if late >= 0 else step.hidden_of(source))
                     else:
                         beginnings.append(source.first(known))
+                        hidden += [source.hidden_D] if known == num_tokens and source.hidden_D is not None else []
                 writer = cache.write_completions(group, len(members), num_tokens, beginnings, known)
                 if known < num_tokens:
-                    tails = [request.prefix.token_ids_T[known:-1].tolist() for request, _ in members]
-                    prefill(policy, tails, most_tokens, writer)
+                    tails = [request.prefix.token_ids_T[known:num_tokens].tolist() for request, _ in members]
+                    hidden = [*prefill(policy, tails, most_tokens, writer)]
                 for request, _ in members:
                     self._forget(request.key)
-                yield [request for request, _ in members]
+                entered += () if step is None else hidden
+                yield [request for request, _ in members], () if step is None else hidden
 
-    def _beginning(self, request: Request, rows: TokenRows, whole: bool) -> tuple[int, int | CopiedRow]:
-        """Find the longest beginning of a request's prefix, without its last token, that is there; its own first.
+    def _beginning(
+        self, request: Request, rows: TokenRows, whole: bool, num_tokens: int
+    ) -> tuple[int, int | CopiedRow]:
+        """Find the longest beginning of a request's prefix that is there; its own first.
 
         Args:
             request: Request that goes on from what was kept.
             rows: The tokens of those that there are.
             whole: Take all of what a row or a kept completion has, or nothing, because a state is that of all of it.
+            num_tokens: How many tokens of the prefix are wanted: all but the last; or all, with the hidden state of the
+                last one, which only what ends there has.
 
         Returns:
             Its number of tokens, and the row or the copy that begins with it.
         """
-        token_ids_T = request.prefix.token_ids_T[:-1].numpy()
+        token_ids_T = request.prefix.token_ids_T[:num_tokens].numpy()
+        is_all = num_tokens == request.prefix.num_tokens
         own = self._kept.get(request.key)
-        if own is not None and num_common(own.token_ids_T, token_ids_T) == len(own.token_ids_T):
-            return len(own.token_ids_T), own.copied
-        there: list[tuple[np.ndarray, int | CopiedRow]] = [
-            (kept.token_ids_T, kept.copied) for kept in self._kept.values() if kept.group == request.group
-        ]
+        there: list[tuple[np.ndarray, int | CopiedRow]] = [] if own is None else [(own.token_ids_T, own.copied)]
+        there += [(kept.token_ids_T, kept.copied) for kept in self._kept.values() if kept.group == request.group]
         for row, other in enumerate(rows.requests):
             if other.group == request.group:
-                there.append((rows.token_ids(row)[:-1], row))
+                there.append((rows.token_ids(row)[: len(rows.token_ids(row)) - (not is_all)], row))
         longest, source = 0, CopiedRow((), {})
-        for its_token_ids_T, its in there:
+        for number, (its_token_ids_T, its) in enumerate(there):
             common = num_common(its_token_ids_T, token_ids_T)
-            if common > max(longest, _LEAST_COPIED - 1) and (common == len(its_token_ids_T) or not whole):
+            ends_here = common == len(its_token_ids_T) and (isinstance(its, int) or its.hidden_D is not None)
+            if is_all and common == num_tokens and not ends_here:
+                common -= 1  # the last token is computed once more, for its hidden state
+            if whole and common < len(its_token_ids_T):
+                continue
+            if own is not None and not number and common >= min(len(its_token_ids_T), num_tokens - 1):
+                return common, its
+            if common > max(longest, _LEAST_COPIED - 1):
                 longest, source = common, its
         return longest, source
 

@@ -3,18 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from lit_grpo.memory import in_one_copy
 from lit_grpo.rollout.generator import Observation
 from lit_grpo.rollout.sampling import request_key, uniform
 from lit_grpo.types import Request, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(eq=False)
+class SampledStep:
+    """A token of each row, which the device samples and sends to the host.
+
+    Attributes:
+        bits_3B: On the device, float32, shape (3, places): tokens as the bits of int32, log-probs, and entropies.
+        hidden_BD: The hidden states that the tokens come from.
+        arriving: ``bits_3B`` on the host, in parts.
+        places: The place of each row, which may have moved since.
+        shown: By place, the hidden states on the host of rows that are observed.
+        ready: Event after which all of it has arrived; None where that is so.
+    """
+
+    bits_3B: torch.Tensor
+    hidden_BD: torch.Tensor
+    arriving: list[torch.Tensor]
+    places: list[int]
+    shown: dict[int, torch.Tensor] = field(default_factory=dict)
+    ready: Any = None
+
+    def hidden_of(self, row: int) -> torch.Tensor:
+        return self.hidden_BD[self.places[row]]
+
+    def join(self, later: SampledStep) -> None:
+        """Take in tokens of the same step that rows after all others get."""
+        first = self.bits_3B.shape[1]
+        self.bits_3B = torch.cat([self.bits_3B, later.bits_3B], 1)
+        self.hidden_BD = torch.cat([self.hidden_BD, later.hidden_BD])
+        self.arriving += later.arriving
+        self.places += [first + place for place in later.places]
+        self.shown |= {first + place: state_D for place, state_D in later.shown.items()}
+        self.ready = later.ready
 
 
 class TokenRows:
@@ -58,29 +92,60 @@ class TokenRows:
             self._prompt_lengths[row] = len(request.prompt.token_ids)
         self.requests += requests
 
-    def inputs(self, num_decoded: int) -> dict[str, np.ndarray]:
-        """Return what the next step needs: of each row the random number of its next token, ``uniform``.
+    def inputs(self, num_decoded: int, first: int = 0, num_ahead: int = 0) -> dict[str, np.ndarray]:
+        """Return what a step needs: of each row from ``first`` on the random number of its next token, ``uniform``.
 
-        Of the first ``num_decoded`` rows also their last ``tokens``, and the ``positions`` of these in their sequences,
-        prompts included.
+        Of the first ``num_decoded`` rows also the ``positions`` of their last tokens in their sequences, prompts
+        included, and these ``tokens``. With ``num_ahead`` tokens of each in flight the last ones are not known here.
         """
         rows = len(self.requests)
-        uniform_B = self._uniform[self._index[:rows], self.counts[:rows]]
-        if not num_decoded:
-            return {"uniform": uniform_B}
-        columns = self.counts[:num_decoded] - 1
-        tokens = self._tokens[self._index[:num_decoded], columns]
-        return {"uniform": uniform_B, "tokens": tokens, "positions": self._prompt_lengths[:num_decoded] + columns}
+        columns = np.minimum(self.counts[first:rows] + num_ahead, self.room - 1)  # of a row at its limit any will do
+        arrays = {"uniform": self._uniform[self._index[first:rows], columns]}
+        if num_decoded:
+            last = self.counts[:num_decoded] - 1
+            arrays["positions"] = self._prompt_lengths[:num_decoded] + last + num_ahead
+            if not num_ahead:
+                arrays["tokens"] = self._tokens[self._index[:num_decoded], last]
+        return arrays
 
-    def append(self, tokens_B: np.ndarray, logprobs_B: np.ndarray, entropies_B: np.ndarray) -> None:
-        """Give each row a token."""
-        rows = len(self.requests)
+    def take(self, step: SampledStep, points: Sequence[int]) -> tuple[np.ndarray, list[Observation]]:
+        """Give each row its token of a step.
+
+        Args:
+            step: What has arrived.
+            points: Numbers of sampled tokens at which the policy's hidden states are observed; 0 is for prompts alone.
+
+        Returns:
+            The tokens, and what is observed of rows that were at one of the points.
+
+        Raises:
+            FloatingPointError: A token has no log-prob.
+        """
+        rows, observations = len(self.requests), list[Observation]()
+        bits_B, logprobs_B, entropies_B = torch.cat(step.arriving, 1).numpy()[:, step.places]
+        tokens_B = bits_B.view(np.int32).astype(np.int64)
+        if np.isnan(logprobs_B).any():
+            raise FloatingPointError(
+                f"The policy's logits are NaN or infinite at version {self._versions[0]}, so no token can be sampled; "
+                "look for NaN weights or a learning rate that is too high."
+            )
+        sampled_B = self.sampled[:rows]
+        for point in sorted(set(points).intersection(sampled_B.tolist()) - {0}) if step.shown else ():
+            rows_N = np.flatnonzero(sampled_B == point)
+            states_ND = torch.stack([step.shown[step.places[row]] for row in rows_N]).numpy()
+            counts = self.counts[rows_N]
+            logprobs = self._logprobs[rows_N, : counts.max()]  # 0 where observed
+            means_N = np.where(np.arange(counts.max()) < counts[:, None], logprobs, 0).sum(1) / point
+            keys = [self.requests[row].key for row in rows_N.tolist()]
+            features = np.column_stack([states_ND, means_N, entropies_B[rows_N]])
+            observations.append(Observation(keys, point, features))
         index = self._index[:rows], self.counts[:rows]
         self._tokens[index] = tokens_B
         self._logprobs[index] = logprobs_B
         self._entropy_sums[:rows] += entropies_B
         self.counts[:rows] += 1
         self.sampled[:rows] += 1
+        return tokens_B, observations
 
     def token_ids(self, row: int) -> np.ndarray:
         """The tokens of a row so far, no copy."""
@@ -96,27 +161,6 @@ class TokenRows:
         tails = [self.token_ids(row)[-longest - 1 :].tolist() for row in range(len(self.requests))]
         pairs = zip(tokenizer.batch_decode(tails), tokenizer.batch_decode([tail[:-1] for tail in tails]), strict=True)
         return np.array([any(now.count(s) > before.count(s) for s in stop) for now, before in pairs])
-
-    def observe(self, points: Sequence[int], hidden_BD: torch.Tensor, entropies_B: np.ndarray) -> list[Observation]:
-        """Tell what the policy shows of rows that are at one of ``points``, but for prompts, at 0.
-
-        Args:
-            points: Numbers of sampled tokens.
-            hidden_BD: The hidden states that the rows' next tokens come from.
-            entropies_B: The entropies of the next tokens.
-        """
-        observations, sampled_B = [], self.sampled[: len(self.requests)]
-        for point in sorted(set(points).intersection(sampled_B.tolist()) - {0}):
-            rows_N = np.flatnonzero(sampled_B == point)
-            index_N = in_one_copy({"rows": rows_N}, hidden_BD.device)["rows"]
-            states_ND = hidden_BD.index_select(0, index_N).float().cpu().numpy()
-            counts = self.counts[rows_N]
-            logprobs = self._logprobs[rows_N, : counts.max()]  # 0 where observed
-            means_N = np.where(np.arange(counts.max()) < counts[:, None], logprobs, 0).sum(1) / point
-            keys = [self.requests[row].key for row in rows_N.tolist()]
-            features = np.column_stack([states_ND, means_N, entropies_B[rows_N]])
-            observations.append(Observation(keys, point, features))
-        return observations
 
     def trajectory(self, row: int) -> Trajectory:
         """Return what a row has come to, its prefix with it."""

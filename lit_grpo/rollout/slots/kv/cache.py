@@ -55,15 +55,16 @@ class CopiedRow(NamedTuple):
     """Copy of a row's first tokens.
 
     ``tensors`` are their keys by layer, then their values, shape (KV heads, tokens, key or value size) each; ``states``
-    are those after the last of them.
+    are those after the last of them, ``hidden_D`` its hidden state, if it is known.
     """
 
     tensors: Sequence[torch.Tensor]
     states: States
+    hidden_D: torch.Tensor | None = None
 
     def first(self, num_tokens: int) -> CopiedRow:
-        """Return what it holds of fewer tokens; states are those of all of them."""
-        return CopiedRow([tensor[:, :num_tokens] for tensor in self.tensors], self.states)
+        """Return what it holds of fewer tokens; states and hidden state are those of all of them."""
+        return self._replace(tensors=[tensor[:, :num_tokens] for tensor in self.tensors])
 
 
 class SlotCache:
@@ -163,10 +164,10 @@ class SlotCache:
         self.admit([prompt] * count)
         for piece in range(1, int(np.searchsorted(self._starts, num_tokens))):
             self._entries[first : self.num_rows, piece] = self._pieces[piece].add(count, self.most_entries)
-        for row, (tensors, _) in enumerate(beginnings, first):
+        for row, beginning in enumerate(beginnings, first):
             for stretch, start in zip(self._stretches(row, 1, num_known), self._starts.tolist(), strict=False):
                 there = stretch.shelf.tokens_of(stretch.entries.start, stretch.num_tokens)
-                for kept, values in zip(there, tensors, strict=True):
+                for kept, values in zip(there, beginning.tensors, strict=True):
                     kept.copy_(values[:, start : start + stretch.num_tokens])
         shared = self.prompts[prompt]
         where = slice(shared.entry, shared.entry + 1)
