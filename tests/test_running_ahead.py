@@ -83,7 +83,7 @@ class Watching(Listener):
 
     def on_step(self, events: StepEvents) -> Answer | None:
         progress = self._ledger.progress()
-        self.steps.append((events.num_active, events.prefilled_tokens, [each.request.key for each in events.finished]))
+        self.steps.append((events.num_active, [each.request.key for each in events.finished]))
         self.steps.append((dict(progress), [(each.num_tokens, list(each.keys)) for each in events.observations]))
         self.features += [each.features for each in events.observations]
         ended = {completion.request.key for completion in events.finished}
@@ -133,14 +133,14 @@ class Case:
 
     def __post_init__(self) -> None:
         draw = random.Random(f"ahead/{self.seed}")
-        self.kind = draw.choice(["short", "short", "recorded", "model", "hybrid"])
-        self.slots, self.group, self.num_prompts = draw.randint(1, 6), draw.randint(1, 4), draw.randint(1, 4)
+        self.kind = draw.choice(["short"] * 4 + ["recorded"] * 2 + ["model", "hybrid"])
+        self.slots, self.group, self.num_prompts = draw.randint(1, 6), draw.randint(1, 3), draw.randint(1, 4)
         self.prefill = draw.choice([9, 8192])
         stop: Any = draw.choice([(), (), ("7",), ("a", "12")])
         self.listens = draw.choice(["no", "drops", "divides", "environment", "eptree", "treepo"])
-        observed = 40 if self.listens == "environment" else 0
+        observed = 25 if self.listens == "environment" else 0
         self.sampling = SamplingParams(
-            max_tokens=draw.choice([7, 20, 40]), max_observed=observed, stop=stop,
+            max_tokens=7 if self.kind == "hybrid" else draw.choice([7, 14, 35]), max_observed=observed, stop=stop,
             temperature=draw.choice([1.0, 1.0, 0.7, 0.0]), top_k=draw.choice([0, 0, 5]), top_p=draw.choice([1.0, 0.8]),
         )  # fmt: skip
         self.plan = draw.choice(sorted(shipped_plans()))
