@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,9 +34,11 @@ from lit_grpo.rollout.rules import SYNCHRONOUS, ReleaseRule
 from lit_grpo.rollout.slots import kept
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
+from lit_grpo.rollout.slots.kv import cache
 from lit_grpo.rollout.slots.kv.cache import KVBudget, SlotCache
 from lit_grpo.rollout.slots.kv.tables import RowTables
 from lit_grpo.rollout.slots.rows import TokenRows
+from lit_grpo.scheduling import layouts
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.scheduling.layouts import smallest_budget
 from lit_grpo.types import Key, Prompt, Request, RolloutGroup, SamplingParams
@@ -57,7 +59,7 @@ class ByHash(NoLengths):
     informative = True
 
     def estimate(self, jobs: Sequence[Job]) -> np.ndarray:
-        return np.array([1.0 + zlib.crc32(repr(job.key).encode()) % 16 for job in jobs])
+        return np.array([1.0 + zlib.crc32(repr(job.key).encode()) % 6 for job in jobs])
 
 
 class Watching(Listener):
@@ -71,8 +73,6 @@ class Watching(Listener):
         self.steps: list[Any] = []
         self.features: list[np.ndarray] = []
         self._num_divided = 0
-        if divides:
-            self.traits = frozenset({"forks"})
 
     @property
     def observes(self) -> ObservationPoint | None:
@@ -96,6 +96,12 @@ class Watching(Listener):
         if left and rng.random() < self.drops:
             return Answer(drop=[rng.choice(left)])
         return None
+
+
+class Dividing(Watching):
+    """One that says that it divides requests."""
+
+    traits: ClassVar = frozenset({"forks"})
 
 
 @dataclass
@@ -154,12 +160,13 @@ class Case:
             ReleaseRule(num_steps=9, leftovers="keep", max_staleness=4),
         ]
         self.rule = SYNCHRONOUS if self.listens in ("eptree", "treepo") else draw.choice(rules)
-        self.roominess = draw.choice([None, None, 1.0, 1.5, 2.5])  # of the memory of one completion; None for enough
+        self.roominess = draw.choice([None, 1.0, 1.5, 2.5, 4.0])  # of the memory of one completion; None for enough
 
     def listeners(self) -> list[Any]:
         """What asks for more, or for less."""
         listens = self.listens
-        watching = Watching(self.at, 0.1 * (listens == "drops"), 0.2 * (listens == "divides"))
+        kind = Dividing if listens == "divides" else Watching
+        watching = kind(self.at, 0.1 * (listens == "drops"), 0.2 * (listens == "divides"))
         others: dict[str, Any] = {
             "environment": partial(Environment, 3),
             "eptree": lambda: fresh(EPTree(2, 1, 2)),
@@ -216,6 +223,19 @@ class Case:
         return result
 
 
+@pytest.fixture
+def small_pieces() -> Iterator[None]:
+    """Completions grow into a further piece of memory after 8 and 24 tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "_PIECE_STEP", 4)
+        patch.setattr(cache, "_WIDTH_STEP", 4)
+        layouts._piece_ends.cache_clear()
+        layouts.smallest_budget.cache_clear()
+        yield
+    layouts._piece_ends.cache_clear()
+    layouts.smallest_budget.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def policies() -> dict[bool, Any]:
     """A policy, and a hybrid whose layers have states."""
@@ -233,7 +253,7 @@ def same(actual: Result, expected: Result) -> None:
 
 @pytest.mark.parametrize("seed", table_rows(range(NUM_SEEDS), QUICK_SEEDS))
 def test_whatever_is_asked_the_samples_and_all_that_listeners_hear_are_the_same(
-    seed: int, policies: dict[bool, Any], tokenizer: Any
+    seed: int, policies: dict[bool, Any], tokenizer: Any, small_pieces: None
 ) -> None:
     case = Case(seed)
     policy = policies[case.kind == "hybrid"]

@@ -51,11 +51,13 @@ class SlotGenerator(Versioned):
     On a GPU it runs ahead (:attr:`runs_ahead`): :meth:`step` launches the next step before it waits for the tokens of
     the current one, so that the GPU decodes while the host finds out what has ended, and what comes in its place. Each
     row goes on from the token that the GPU has just sampled; columns, positions and random numbers do not depend on
-    tokens. Results are those of one step after another: a completion that ends, or is stopped, leaves a token in
-    flight, which nobody reads and which is sampled again should the completion go on.
+    tokens. New rows get their first tokens of a step that has been launched from hidden states: of their prompts, of
+    what was kept, or of the pass over what is missing. So results and numbers of steps are those of one step after
+    another. A completion that ends, or is stopped, leaves a token in flight, which nobody reads; if it goes on, that
+    token is sampled again, from the same hidden state and random number.
 
     Attributes:
-        runs_ahead: Whether it launches a step before it has read the tokens of the last one; set by :meth:`start`.
+        runs_ahead: Launch a step before the tokens of the last one have been read; :meth:`start` sets it on a GPU.
 
     Args:
         num_slots: Number of completions decoded at a time.
@@ -289,6 +291,9 @@ class SlotGenerator(Versioned):
     def step(self) -> StepEvents:
         """Give every slot its next token: decode those in flight, admit the incoming, sample, finish.
 
+        Where it runs ahead, the step of those in flight has been launched by the call before, and the next one is
+        launched here before any token is read.
+
         Where memory runs out within it, all requests are handed back, and less is taken from then on.
         """
         if not self._num_in_flight:
@@ -298,7 +303,8 @@ class SlotGenerator(Versioned):
         events, is_prefilling = StepEvents(), False
         try:
             with self._mode.without_gradients():
-                is_roomy, step, self._launched = self._make_room(), self._launched, None
+                is_roomy = self._make_room()
+                step, self._launched = self._launched, None
                 shown: list[tuple[Sequence[GroupKey], torch.Tensor]] = []  # features of prompts, on their way here
                 entering: list[torch.Tensor] = []  # hidden states that the next tokens of new rows come from
                 if self._incoming:
@@ -459,10 +465,11 @@ class SlotGenerator(Versioned):
         return entering
 
     def _decode(self, entering: Sequence[torch.Tensor], before: SampledStep | None = None) -> SampledStep:
-        """Launch a step of all rows: each goes on from its last token, the last rows from hidden states.
+        """Launch a step of all rows; the device may not have begun with it on return.
 
         Args:
-            entering: The hidden states that the tokens of the last rows come from.
+            entering: Hidden states that the tokens of the last rows come from. All others are decoded from their last
+                tokens.
             before: The step that samples the last tokens, where the host has not read them.
         """
         rows, cache, num_ahead = self._rows, self._cache, int(before is not None)

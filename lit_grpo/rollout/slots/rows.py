@@ -100,7 +100,7 @@ class TokenRows:
         """
         rows = len(self.requests)
         columns = np.minimum(self.counts[first:rows] + num_ahead, self.room - 1)  # of a row at its limit any will do
-        arrays = {"uniform": self._uniform[self._index[first:rows], columns]}
+        arrays: dict[str, np.ndarray] = {"uniform": self._uniform[self._index[first:rows], columns]}
         if num_decoded:
             last = self.counts[:num_decoded] - 1
             arrays["positions"] = self._prompt_lengths[:num_decoded] + last + num_ahead
