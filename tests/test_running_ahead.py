@@ -50,7 +50,7 @@ PROMPTS = [
     Prompt("c", tuple(range(2, 30)), ""),
     Prompt("d", (5, 5, 5, 5, 7), ""),
 ]
-NUM_SEEDS, QUICK_SEEDS = 200, range(6)
+NUM_SEEDS, QUICK_SEEDS = 200, (9, 17, 18, 34, 41, 123, 140)
 
 
 class ByHash(NoLengths):
@@ -160,6 +160,8 @@ class Case:
             ReleaseRule(num_steps=9, leftovers="keep", max_staleness=4),
         ]
         self.rule = SYNCHRONOUS if self.listens in ("eptree", "treepo") else draw.choice(rules)
+        if self.listens == "environment" and self.rule.leftovers == "discard":
+            self.rule = SYNCHRONOUS  # this environment would answer what has been discarded
         self.roominess = draw.choice([None, 1.0, 1.5, 2.5, 4.0])  # of the memory of one completion; None for enough
 
     def listeners(self) -> list[Any]:
