@@ -170,7 +170,11 @@ class _Timer:
             (RolloutStats, "add_step", "events"),
             (Phases, "on_step", "events"),
             *((Watching, name, "events") for name in ("on_step", "on_completion", "on_group")),
-            *((module, "in_one_copy", "copies") for module in (slots, slot_rows, slot_cache)),
+            *(
+                (each, "in_one_copy", "copies")
+                for each in (slots, slot_rows, slot_cache)
+                if "in_one_copy" in vars(each)
+            ),
             (slots, "sample_tokens", "sampling"),
             (generator, "_head", "sampling"),
             (generator, "_text_of", "texts"),
