@@ -162,7 +162,7 @@ def test_a_completion_that_no_engine_can_sample_ends_the_run_with_a_sentence(nam
 
 def test_tokens_that_are_dropped_are_no_more_of_their_engine_and_are_not_observed(policy: PolicySpec) -> None:
     streams, events = EngineRequests(policy), StepEvents()
-    streams.look_at([2])
+    streams.features.points = (2,)
     stream = streams.open(request(EARLIER, max_tokens=8), 1.0, "")
     for name, token_ids in (("one", [A]), ("two", [B, C])):
         stream.engine = name

@@ -83,7 +83,7 @@ class Course:
         self.num_asked += 1
         await asyncio.sleep(0.01)
         if self.at >= self.script.gone:
-            raise ServerError("no", refused=True)
+            raise ServerError("no", "away")
         silent = [self.script.front] if path == FRONT else [self.script.front, self.script.engine]
         for begins, ends in silent:
             if begins <= self.at < ends:
@@ -178,7 +178,7 @@ def test_a_server_is_told_of_in_time_and_given_up(name: str, loop: Loop) -> None
     script, last, ends, told, why = FAULTS[name]
     course = Course(loop, script, last)
     ended, failures = course.run(*completions(course))
-    assert all(isinstance(failure, ServerError) and failure.hung for failure in failures)
+    assert all(isinstance(failure, ServerError) and failure.kind == "hung" for failure in failures)
     assert why in str(failures[0]) and str(failures[0]).startswith(f"The vLLM server at {URL} ")
     assert ends - 1.0 <= ended <= ends + 1.0
     told_at = [moment for moment, _ in course.told]

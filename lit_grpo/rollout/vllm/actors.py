@@ -35,8 +35,6 @@ class Host:
 
     Args:
         files: Configuration and tokenizer, by their paths in a folder.
-        plan: Arguments with which the vLLM server is started.
-        token: Token that requests have to send.
         caller: Ray's name of the machine of the run.
     """
 
@@ -56,7 +54,6 @@ class Host:
         return self._server.url, self._log
 
     def runs(self) -> bool:
-        """Return whether the server has not ended."""
         return self._server.runs
 
     def is_ready(self) -> bool:
@@ -73,11 +70,9 @@ class Host:
             os._exit(1)
 
     def keep_log(self) -> None:
-        """Leave the server's log where it is."""
         self._server.keep_log()
 
     def failure(self) -> str:
-        """The reason of the server's failure."""
         return self._server.failure()
 
     def stop(self) -> None:
@@ -118,7 +113,6 @@ class ActorServer:
 
     @property
     def runs(self) -> bool:
-        """True if actor and server have not ended."""
         try:
             return ray.get(self._actor.runs.remote(), timeout=_LOOK_S)
         except RayError:
@@ -179,13 +173,8 @@ def start_actors(
 ) -> list[ActorServer]:
     """Start servers in actors of the cluster that this process belongs to, or finds, or else starts.
 
-    Args:
-        model: The folder with configuration and tokenizer, whose files are sent to the actors.
-        plan: Arguments of the vLLM servers, and how many to start.
-        token: Token that requests have to send.
-        restarts: Max number of times that Ray restarts a dead actor, unless ``options`` has ``max_restarts``.
-        options: Options of each actor, as Ray takes them.
-        deadline: Until when Ray may take to start them (of ``time.monotonic``).
+    The files of the folder ``model``, configuration and tokenizer, are sent to them. Ray restarts a dead actor at most
+    ``restarts`` times, unless ``options`` has ``max_restarts``. ``deadline`` is one of ``time.monotonic``.
 
     Raises:
         ValueError: Ray does not take the options, or has not started an actor.

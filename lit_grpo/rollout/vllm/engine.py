@@ -262,7 +262,6 @@ class VLLMGenerator(EngineGenerator):
         return not self._holds_base
 
     def invalidate_weights(self) -> None:
-        """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
         super().invalidate_weights()
         self._holds_base = False
 
@@ -288,7 +287,6 @@ class VLLMGenerator(EngineGenerator):
             self._asleep.remove(part)
 
     def close(self) -> None:
-        """End what is in flight, and sleep. The engine ends with this object, or serves another ``start``."""
         super().close()
         if self._engine is not None:
             self.sleep()

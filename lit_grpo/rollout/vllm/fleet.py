@@ -85,7 +85,6 @@ class Introduction:
     """Requirements on a server to decode for a policy.
 
     Args:
-        policy: The policy to decode for.
         rank: The rank of the adapters that the server is to take; 0 for none.
         backend: The backend of vLLM's weight transfer that the server must have; empty for files.
     """
@@ -210,18 +209,12 @@ class Server:
         self.forget_weights()
 
     def forget_weights(self) -> None:
-        """Assume that it holds no weights of the policy."""
         self.version, self.holds_base = -1, False
 
     # ---- weights ------------------------------------------------------------------------------------
 
     def reload(self, version: int, **source: Any) -> dict[str, str]:
-        """Load all weights; return the digests of what the workers hold.
-
-        Args:
-            version: Version of the policy.
-            **source: The arguments of :meth:`lit_grpo.rollout.vllm.worker.WorkerExtension.reload`.
-        """
+        """Load all weights, as :meth:`lit_grpo.rollout.vllm.worker.WorkerExtension.reload` does; return its digests."""
         self.forget_weights()
         with self.paused():
             held = self.client.ask_workers("reload", **source)
@@ -248,7 +241,7 @@ class Server:
         try:
             yield
         except BaseException as error:
-            if not (isinstance(error, ServerError) and error.hung):
+            if not (isinstance(error, ServerError) and error.kind == "hung"):
                 with suppress(ServerError):
                     self.client.post("/resume")
             raise
@@ -271,15 +264,9 @@ class Fleet:
     """The servers of one rank; :class:`lit_grpo.rollout.vllm.server.VLLMServerGenerator` describes most arguments.
 
     Args:
-        num_slots: Number of completions that each server decodes at a time.
-        num_servers: Number of servers to start.
-        devices: GPUs of the servers to start.
-        urls: Addresses of servers that run already.
         sends_changes: Whether a sync sends only changes, if all servers hold the weights sent before.
         over_nccl: Whether weights are sent over NCCL instead of in files.
-        weights_folder: Folder for files of weights.
         timeout_s: Max seconds of silence of a server (:class:`lit_grpo.rollout.vllm.http.Watch`).
-        start_timeout_s: Time limit for the start of a server, in seconds.
         ray: Options of Ray actors; None for processes on this machine.
         restarts: Number of restarts left.
     """
@@ -305,7 +292,6 @@ class Fleet:
 
     @property
     def alive(self) -> list[Server]:
-        """The servers that have not failed."""
         return [server for server in self._servers if server.up]
 
     @property
@@ -563,16 +549,11 @@ class Fleet:
         return not all(server.holds_base for server in self.alive)
 
     def forget_weights(self) -> None:
-        """Assume that no server holds weights of the policy."""
         for server in self._servers:
             server.forget_weights()
 
     def score(self, sequences: Sequence[Sequence[int]], salt: str) -> dict[str, list[list[float]]]:
-        """Return the log-probs of all tokens after the first of each sequence, by each server's name.
-
-        Raises:
-            WeightSyncError: No server answers.
-        """
+        """Return the log-probs of all tokens after the first of each sequence, by each server's name."""
         scores = self._ask_all(lambda server: server.client.score(sequences, salt))
         return {f"the vLLM server at {server.client.url}": rows for server, rows in scores.items()}
 
@@ -609,7 +590,6 @@ async def _tend(found: weakref.ref[Fleet]) -> None:
 
 
 def _agreed(answers: Mapping[Server, dict[str, str]]) -> dict[str, str]:
-    """Return the digests of what all servers hold; raise a WeightSyncError if they hold different weights."""
     first, *others = answers.values()
     if any(digests != first for digests in others):
         raise WeightSyncError("The vLLM servers have bound different weights.")

@@ -182,7 +182,6 @@ class EngineGenerator(Versioned, ABC):
         return self._policy.weights(dtype=self.weights_dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncReport:
-        """Bring all weights, or adapters, to every engine; nothing is being decoded meanwhile."""
         check_nothing_in_flight(len(self._streams))
         return self._bring(weights, version)
 
@@ -190,7 +189,7 @@ class EngineGenerator(Versioned, ABC):
         """Bring weights to engines, none of which has been asked for anything."""
         assert self._policy is not None, "start comes first"
         self.version = -1
-        weights = self._streams.watched(weights)
+        weights = self._streams.features.watched(weights)
         if self.sends_alone:
             report = self._load_apart(weights, self._policy.module, version)
         else:
@@ -231,7 +230,6 @@ class EngineGenerator(Versioned, ABC):
     # ---- requests ---------------------------------------------------------------------------------
 
     def capacity(self) -> Capacity:
-        """Slots and KV memory, and how much of them is free."""
         room = self._room()
         slots, layout = self.num_slots * len(room.kv_tokens), Blocks(room.block)
         free_slots = max(slots - len(self._streams), 0)
@@ -240,7 +238,7 @@ class EngineGenerator(Versioned, ABC):
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Hand requests on, all or none."""
         self._check_ready(len(requests), self.capacity().free_slots)
-        self._streams.look_at(self.feature_points)
+        self._streams.features.points = self.feature_points
         room = self._room()
         for request in requests:
             check_fits(request, room.context, room.figure(min), self._more_room())
@@ -258,8 +256,7 @@ class EngineGenerator(Versioned, ABC):
         return sampling_fields(stream.request, stream.num_begun, self._policy.eos_ids, keyed)
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Report observations of these prompts with the next step."""
-        self._streams.expect(prompts)
+        self._streams.features.unseen += prompts
 
     def release(self, prompts: Iterable[Prompt]) -> None:
         """Do nothing: an engine drops the prompts that were unused for longest when it needs their memory."""

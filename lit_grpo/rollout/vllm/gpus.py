@@ -22,18 +22,13 @@ if TYPE_CHECKING:
 
 
 class Sent(WeightSource):
-    """The tensors that travel with the next update, and what is known of them before.
-
-    Args:
-        outline: All weights by name, without content.
-    """
+    """The tensors that travel with the next update, and an outline of all weights without content."""
 
     def __init__(self, outline: Mapping[str, torch.Tensor]) -> None:
         self._outline = outline
         self.shipment: Iterable[tuple[str, torch.Tensor]] = ()
 
     def metadata(self) -> list[ParamMeta]:
-        """Return names, types and shapes."""
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._outline.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -46,7 +41,6 @@ class NCCLGroup:
     It does not outlive the loss of a server: vLLM's transfer fails then as a whole, and a new group has to be made.
 
     Args:
-        clients: Clients of the servers.
         outline: All weights by name, without content.
         patches: Whether to send changes, which vLLM applies in place (``sparse_nccl``).
         device: The GPU that sends.
@@ -90,7 +84,6 @@ class NCCLGroup:
         self.finish_weight_update()
 
     def close(self) -> None:
-        """Leave the group."""
         self._engine.shutdown()
 
     # ---- what vLLM's sender asks of the servers ---------------------------------------------------
@@ -101,22 +94,21 @@ class NCCLGroup:
         for size in self._sizes:
             infos.append({"init_info": {**init_info, "rank_offset": first}})
             first += size
-        self._post("/init_weight_transfer_engine", infos)
+        self._post("/init_weight_transfer_engine", *infos)
 
     def start_weight_update(self) -> None:
-        """Begin."""
-        self._post("/start_weight_update", [{}] * len(self.clients))
+        self._post("/start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Receive what is being broadcast."""
-        self._post("/update_weights", [{"update_info": update_info}] * len(self.clients))
+        self._post("/update_weights", *[{"update_info": update_info}] * len(self.clients))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End; the version is given by :meth:`lit_grpo.rollout.vllm.fleet.Server.settle`."""
-        self._post("/finish_weight_update", [{}] * len(self.clients))
+        self._post("/finish_weight_update")
 
-    def _post(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> None:
+    def _post(self, path: str, *bodies: Mapping[str, Any]) -> None:
         """Ask all servers at the same time, since each waits for the others."""
+        bodies = bodies or ({},) * len(self.clients)
         with ThreadPoolExecutor(len(self.clients)) as pool:
             asked = [
                 pool.submit(client.post, path, body, engine_works=True)

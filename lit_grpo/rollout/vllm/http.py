@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -50,28 +50,22 @@ _T = TypeVar("_T")
 class ServerError(RuntimeError):
     """A server does not answer, or answers with an error.
 
-    ``hung`` says that its watch has given it up, ``refused`` that nobody listens at its address, ``nonsense`` that it
-    answered what no vLLM server answers, ``foreign`` that other weights than this run's have sampled the tokens of a
-    completion, and ``refuses`` that it takes a prompt for a wrong one. ``remedy`` is a sentence for the user who has
+    Its ``kind`` is ``hung`` if its watch has given it up, ``away`` if nobody listens at its address, ``nonsense`` if it
+    answered what no vLLM server answers, ``foreign`` if other weights than this run's have sampled the tokens of a
+    completion, and ``refuses`` if it takes a prompt for a wrong one. ``remedy`` is a sentence for the user who has
     named the server; it is empty if the error has told the remedy already.
     """
 
     def __init__(
         self,
         sentence: str,
-        hung: bool = False,
-        refused: bool = False,
-        nonsense: bool = False,
-        foreign: bool = False,
-        refuses: bool = False,
+        kind: Literal["other", "hung", "away", "nonsense", "foreign", "refuses"] = "other",
         remedy: str = _SERVE,
     ) -> None:
         super().__init__(sentence)
-        self.hung, self.refused, self.nonsense = hung, refused, nonsense
-        self.foreign, self.refuses, self.remedy = foreign, refuses, remedy
+        self.kind, self.remedy = kind, remedy
 
     def with_remedy(self) -> str:
-        """Return the error's sentence with its remedy."""
         return f"{self} {self.remedy}".strip()
 
 
@@ -148,7 +142,6 @@ class Watch:
         self._longest_s[what] = max(self._longest_s.get(what, 0.0), seconds)
 
     def _short_s(self, what: str, least_s: float = _LEAST_S) -> float:
-        """Return the seconds after which an answer is late."""
         return max(least_s, _LONGER * self._longest_s.get(what, 0.0))
 
     async def over(
@@ -210,12 +203,16 @@ class Watch:
                 for path in {path for flight in self._flights for path in flight.asks}:
                     if path not in probes or probes[path].done():
                         probes[path] = asyncio.create_task(self._probe(path))
-                found, left_s, then = self._judge(silent_s)
+                is_last = self.is_last()
+                found, left_s = self._judge(silent_s, is_last)
                 self.is_silent = left_s == 0.0 or found in _SILENT.values()
                 if silent_s >= left_s:
                     self._give_up(found, silent_s)
                 elif silent_s >= tell_s:
                     waits = f"Waiting for the vLLM server at {self._url}: {self._what} for {silent_s:.0f} s"
+                    then = f"It is left out at {left_s:.0f} s, and the run goes on with the other servers."
+                    if is_last:
+                        then = f"No other server is well, so the run waits for it until {left_s:.0f} s have passed."
                     warn(f"{waits}, and {found}. {then}", stacklevel=2)
                     tell_s = 2 * silent_s
         finally:
@@ -232,13 +229,13 @@ class Watch:
             if path == _FRONT:
                 self._ended = "" if response.is_success else "it says that it is not well"
         except ServerError as error:
-            if error.refused:
+            if error.kind == "away":
                 self._ended = "it refuses connections"
 
-    def _judge(self, silent_s: float) -> tuple[str, float, str]:
-        """Return what is known of a silent server, the seconds of silence at which it is given up, and what follows."""
+    def _judge(self, silent_s: float, is_last: bool) -> tuple[str, float]:
+        """Return what is known of a silent server, and the seconds of silence at which it is given up."""
         if self._ended:
-            return self._ended, 0.0, ""
+            return self._ended, 0.0
         limit_s = max(flight.limit_s for flight in self._flights)
         asked = [path for path in (_FRONT, _ENGINE) if all(path in flight.asks for flight in self._flights)]
         samples = any(flight.what == _GENERATE for flight in self._flights)
@@ -251,18 +248,10 @@ class Watch:
             if silent_s - answered_s > _QUIET_S:
                 found, left_s = _SILENT[path], answered_s + self._short_s(path, least_s)
                 break
-        if self.is_last():
-            return (
-                found,
-                limit_s,
-                f"No other server is well, so the run waits for it until {limit_s:.0f} s have passed.",
-            )
-        left_s = min(left_s, limit_s)
-        return found, left_s, f"It is left out at {left_s:.0f} s, and the run goes on with the other servers."
+        return found, limit_s if is_last else min(left_s, limit_s)
 
     @property
     def _what(self) -> str:
-        """The requests that are silent."""
         names, count = {flight.what for flight in self._flights}, len(self._flights)
         if _GENERATE in names:
             return "its completion has not moved" if count == 1 else f"none of its {count} completions has moved"
@@ -279,7 +268,7 @@ class Watch:
             if text == found:  # it may only be slow, and has more time if it comes back
                 self._learn(path, silent_s)
         for flight in flights:
-            flight.failure = ServerError(sentence, hung=True, remedy=_AGAIN)
+            flight.failure = ServerError(sentence, "hung", _AGAIN)
             flight.task.cancel()
 
 
@@ -291,17 +280,13 @@ class ServerClient:
     error and not taken.
 
     Args:
-        url: The address of the server.
-        token: Token that requests send.
-        run: The run that takes the server.
+        run: Name of the run that takes the server.
         timeout_s: Max seconds of silence (:class:`Watch`).
-        loop: Event loop that runs the requests.
 
     Attributes:
         model: The server's name for the model to sample with.
         weights: The server's name for the weights that this run has sent.
         vocab_size: A number above the ids of all its tokens.
-        watch: Watches all requests.
     """
 
     def __init__(self, url: str, token: str, run: str, timeout_s: float, loop: EventLoop) -> None:
@@ -389,7 +374,6 @@ class ServerClient:
             return False
 
     def release(self) -> None:
-        """Let other runs have the server."""
         if self._holding is not None:
             with suppress(ServerError):
                 self._loop.run(self._request("DELETE", OWNER_PATH, timeout=_LOOK_S))
@@ -527,23 +511,20 @@ class ServerClient:
         )
 
     def _silent(self, path: str, error: Exception) -> ServerError:
-        said, refused = _named(error), isinstance(error, httpx.ConnectError)
+        said = _named(error)
         remedy = _CERTIFICATE if "CERTIFICATE_VERIFY_FAILED" in said else _SERVE
         sentence = f"The vLLM server at {self.url} does not answer {path}: {said}."
-        return ServerError(sentence, refused=refused, remedy=remedy)
+        return ServerError(sentence, "away" if isinstance(error, httpx.ConnectError) else "other", remedy)
 
     def _nonsense(self, what: str, remedy: str = _SERVE) -> ServerError:
-        return ServerError(f"The vLLM server at {self.url} {what}.", nonsense=True, remedy=remedy)
+        return ServerError(f"The vLLM server at {self.url} {what}.", "nonsense", remedy)
 
     # ---- completions ------------------------------------------------------------------------------
 
     async def stream(self, prompt: list[int], fields: Mapping[str, Any], salt: str) -> AsyncIterator[SampledChunk]:
-        """Sample a completion of ``prompt``, chunk by chunk.
+        """Sample a completion of ``prompt``, with the sampling parameters ``fields`` in vLLM's names, chunk by chunk.
 
-        Args:
-            prompt: Token ids of the prompt.
-            fields: Sampling parameters in vLLM's names, such as ``max_tokens``.
-            salt: The engine may share the KV cache of requests with the same salt.
+        The engine may share the KV cache of requests with the same ``salt``.
 
         Raises:
             ServerError: The server fails, refuses the request, or has sampled with other weights than those that this
@@ -586,7 +567,7 @@ class ServerClient:
         answer = httpx.Response(response.status_code, headers=response.headers, text=content.decode(errors="replace"))
         self._check_guard(answer, _GENERATE)
         if answer.status_code in (400, 404, 422):
-            raise ServerError(f"The vLLM server at {self.url} refuses a prompt: {_message(answer)}", refuses=True)
+            raise ServerError(f"The vLLM server at {self.url} refuses a prompt: {_message(answer)}", "refuses")
         self._check(answer, _GENERATE)
 
     async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
@@ -632,7 +613,7 @@ class ServerClient:
             raise ServerError(
                 f"The vLLM server at {self.url} has sampled with the weights {sorted(sampled_by)}, where this run has "
                 f"sent {weights!r}: somebody else has changed its weights.",
-                foreign=True,
+                "foreign",
             )
         if named != token_ids:
             raise self._nonsense(f"sends the tokens {token_ids} with the log-probs of {named}")
@@ -704,7 +685,6 @@ class HttpReceiver:
             task.cancel()
 
     def close(self) -> None:
-        """Give up all completions."""
         for ticket in list(self._tasks):
             self.cancel(ticket)
 

@@ -53,8 +53,6 @@ class ServerPlan:
     """The server of a policy, as ``serve``, a run and an actor of Ray start it, each on its own machine.
 
     Attributes:
-        dtype: The policy's data type.
-        num_slots: Number of completions that it decodes at a time.
         num_servers: Max number of servers that share a machine.
         given: vLLM's arguments by their names with underscores, which come before those that are chosen here.
         flags: More of vLLM's arguments, as on a command line, which come before ``given``.
@@ -110,9 +108,6 @@ class ServerProcess:
     Args:
         model: The folder with configuration and tokenizer.
         arguments: vLLM's server arguments, by their names with underscores.
-        environment: Environment variables of the process.
-        token: Token that requests have to send.
-        host: The address that it listens on.
         port: The port; a free one by default.
         flags: More of vLLM's arguments, as on a command line.
 
@@ -161,7 +156,6 @@ class ServerProcess:
 
     @property
     def runs(self) -> bool:
-        """True if it has not ended."""
         return self.process.poll() is None
 
     def failed(self) -> bool:

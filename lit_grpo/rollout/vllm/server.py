@@ -91,18 +91,11 @@ class VLLMServerGenerator(EngineGenerator):
         given_urls, given_devices = urls or [], devices or []
         if given_urls:
             self.abilities -= {"policy_dtype"}  # who has started them has chosen it
-        for is_wrong, sentence in (
-            (
-                devices is not None and len(given_devices) != num_servers,
-                f"devices names the GPUs of {counted(len(given_devices), 'server')}, but num_servers is {num_servers}.",
-            ),
-            (
-                len(set(given_urls)) < len(given_urls),
-                f"urls names a server twice: {', '.join(given_urls)}; name each once.",
-            ),
-        ):
-            if is_wrong:
-                raise ValueError(sentence)
+        if devices is not None and len(given_devices) != num_servers:
+            named = counted(len(given_devices), "server")
+            raise ValueError(f"devices names the GPUs of {named}, but num_servers is {num_servers}.")
+        if len(set(given_urls)) < len(given_urls):
+            raise ValueError(f"urls names a server twice: {', '.join(given_urls)}; name each once.")
         if ray is not None:
             require("ray", "ray is given, but Ray is not installed; install lit_grpo[ray], or leave it out.")
         check_clashes(
@@ -174,7 +167,6 @@ class VLLMServerGenerator(EngineGenerator):
         return self._fleet.lacks_base()
 
     def invalidate_weights(self) -> None:
-        """Refuse to sample until ``load_weights`` succeeds again, with all weights."""
         super().invalidate_weights()
         self._fleet.forget_weights()
 
@@ -242,7 +234,7 @@ class VLLMServerGenerator(EngineGenerator):
                 self._take(stream, arrival.content, events)
             except NotAsAsked as error:
                 url = self._at[stream].client.url
-                self._fail(stream, ServerError(f"The vLLM server at {url} {error}.", nonsense=True))
+                self._fail(stream, ServerError(f"The vLLM server at {url} {error}.", "nonsense"))
                 continue
             if stream.ticket is None:
                 self._at.pop(stream, None)
@@ -261,10 +253,10 @@ class VLLMServerGenerator(EngineGenerator):
             ValueError: The server refuses a prompt to which no server has added anything.
         """
         server = self._at[stream]
-        if error.refuses and not stream.num_begun:
+        if error.kind == "refuses" and not stream.num_begun:
             raise ValueError(str(error))
-        is_false = error.nonsense or error.foreign or error.refuses
-        if stream.num_failures < _RETRIES and not (error.hung or is_false) and server.is_well():
+        is_false = error.kind in ("nonsense", "foreign", "refuses")
+        if stream.num_failures < _RETRIES and not (error.kind == "hung" or is_false) and server.is_well():
             stream.num_failures += 1
             lost = [stream]
         else:

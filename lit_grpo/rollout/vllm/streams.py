@@ -65,13 +65,16 @@ class TextFeatures:
 
     Args:
         policy: The policy whose embeddings are read in place; of a sharded policy, the embeddings last sent.
+
+    Attributes:
+        unseen: Prompts to observe next.
     """
 
-    points: tuple[int, ...] = ()
-
-    def __init__(self, policy: PolicySpec) -> None:
-        self._embeddings: Any = policy.embeddings
-        self._name = policy.embeddings_name
+    def __init__(self, policy: PolicySpec | None) -> None:
+        self.points: tuple[int, ...] = ()
+        self.unseen: list[Prompt] = []
+        self._embeddings: Any = policy and policy.embeddings
+        self._name = policy and policy.embeddings_name
         self._traveled: torch.Tensor | None = None
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,8 +84,9 @@ class TextFeatures:
                 self._traveled = tensor.cpu() if is_scattered(self._embeddings) else None
             yield name, tensor
 
-    def of_prompts(self, prompts: Sequence[Prompt]) -> list[Observation]:
-        """Observe prompts; the list is empty where 0 is not among ``points``."""
+    def of_prompts(self) -> list[Observation]:
+        """Observe new prompts; the list is empty where 0 is not among ``points``."""
+        prompts, self.unseen = self.unseen, []
         if 0 not in self.points or not prompts:
             return []
         rows = [self._rows(torch.tensor([prompt.token_ids]), np.zeros((1, 1))) for prompt in prompts]
@@ -117,7 +121,6 @@ class EngineRequest:
     was asked last.
 
     Args:
-        request: The request that is sampled.
         expected: Expected number of tokens.
         salt: The engine may share the KV cache of requests with the same salt.
     """
@@ -136,12 +139,10 @@ class EngineRequest:
 
     @property
     def prompt(self) -> list[int]:
-        """All tokens before the next one."""
         return [*self.request.prompt.token_ids, *self.token_ids]
 
     @property
     def num_sampled(self) -> int:
-        """Number of sampled tokens."""
         return len(self.token_ids) - self.num_observed
 
     @property
@@ -189,13 +190,12 @@ class EngineRequests:
 
     def __init__(self, policy: PolicySpec | None = None) -> None:
         self._policy, self._tokenizer = policy, cast(Any, None if policy is None else policy.tokenizer)
-        self._features = None if policy is None else TextFeatures(policy)
+        self.features = TextFeatures(policy)
         self._ends = frozenset(() if policy is None else policy.eos_ids)
         self.vocab_size = 0 if policy is None else int(policy.config.get_text_config().vocab_size)
         self._streams: dict[Key, EngineRequest] = {}
         self._asked: dict[int, EngineRequest] = {}
         self._reached: dict[int, list[EngineRequest]] = {}
-        self._unseen: list[Prompt] = []
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -203,18 +203,11 @@ class EngineRequests:
     def __iter__(self) -> Iterator[EngineRequest]:
         return iter(list(self._streams.values()))
 
-    def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass on the weights that travel to an engine; see :meth:`TextFeatures.watched`."""
-        assert self._features is not None
-        return self._features.watched(weights)
-
     def open(self, request: Request, expected: float, salt: str) -> EngineRequest:
-        """Begin a request, from its prefix."""
         stream = self._streams[request.key] = EngineRequest(request, expected, salt)
         return stream
 
     def close(self, keys: Iterable[Key]) -> list[EngineRequest]:
-        """End those of ``keys`` that are in flight."""
         return [self._streams.pop(key) for key in dict.fromkeys(keys) if key in self._streams]
 
     # ---- tickets ----------------------------------------------------------------------------------
@@ -275,7 +268,7 @@ class EngineRequests:
         stream.logprobs += logprobs[:num_new]
         stream.versions += [version] * num_new
         events.num_tokens += num_new
-        point = None if self._features is None else self._features.reached(sampled_before, stream.num_sampled)
+        point = self.features.reached(sampled_before, stream.num_sampled)
         if point is not None:
             self._reached.setdefault(point, []).append(stream)
         return end is not None
@@ -350,21 +343,10 @@ class EngineRequests:
         own = int(layout.completion(lengths, tokens, limits).sum())
         return own + sum(layout.prompt(len(prompt.token_ids)) for prompt in prompts.values())
 
-    def look_at(self, points: Sequence[int]) -> None:
-        """Observe completions from now on when they reach these numbers of tokens; 0 is for prompts."""
-        assert self._features is not None
-        self._features.points = tuple(points)
-
-    def expect(self, prompts: Iterable[Prompt]) -> None:
-        """Observe these prompts with the next call of :meth:`observe`."""
-        self._unseen += prompts
-
     def observe(self, events: StepEvents) -> None:
         """Report observations of new prompts, and of completions that have reached a point since the last call."""
-        assert self._features is not None
-        events.observations += self._features.of_prompts(self._unseen)
+        events.observations += self.features.of_prompts()
         for point, streams in self._reached.items():
             if there := [each for each in dict.fromkeys(streams) if each.num_sampled >= point]:  # others were dropped
-                events.observations.append(self._features.of_completions(there, point))
-        self._unseen.clear()
+                events.observations.append(self.features.of_completions(there, point))
         self._reached.clear()

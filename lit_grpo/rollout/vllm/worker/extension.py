@@ -62,7 +62,6 @@ class Receipt:
             yield name, tensor
 
     def close(self) -> None:
-        """Note nothing more."""
         vars(self._model).pop("load_weights", None)
 
     def digests(self) -> dict[str, str]:
@@ -154,7 +153,6 @@ class WorkerExtension:
             finalize_layerwise_reload(self.get_model(), self.vllm_config.model_config)
 
     def end_update(self) -> dict[str, str]:
-        """Return the digests of what the model holds after an update."""
         receipt: Receipt = self.__dict__.pop("receipt")
         receipt.close()
         return receipt.digests()
@@ -179,7 +177,6 @@ class WorkerExtension:
         return True
 
     def max_adapter_rank(self) -> int:
-        """Return the largest rank of LoRA adapters that it takes."""
         return self.get_model().lora_manager.lora_config.max_lora_rank
 
     def adapter_digests(self, folder: str) -> dict[str, str]:
