@@ -85,12 +85,8 @@ class Host:
 class ActorServer:
     """A server in an actor of Ray, with the interface of :class:`lit_grpo.rollout.vllm.process.ServerProcess`.
 
-    Args:
-        actor: Handle of a :class:`Host`.
-        deadline: Until when Ray may take to start it (of ``time.monotonic``).
-
-    Raises:
-        ValueError: Ray could not start it.
+    ``actor`` is the handle of a :class:`Host`. It is a ValueError if Ray has not started it by ``deadline`` (of
+    ``time.monotonic``), or cannot.
     """
 
     def __init__(self, actor: Any, deadline: float) -> None:

@@ -271,11 +271,7 @@ class EngineGenerator(Versioned, ABC):
         return events
 
     def _take(self, stream: EngineRequest, chunk: SampledChunk, events: StepEvents) -> None:
-        """Add tokens to a stream, and end it if they do.
-
-        Raises:
-            NotAsAsked: They are not what the engine was asked for.
-        """
+        """Add tokens to a stream, and end it if they do; NotAsAsked if the engine was asked for others."""
         reason = self._streams.take(stream, chunk, self.version, events)
         if reason is not None:
             if chunk.finish_reason is None:  # a stop string that the engine does not know of

@@ -229,11 +229,7 @@ class _Body:
 
 
 async def _whole_body(receive: Receive) -> _Body:
-    """Read the body of a request.
-
-    Raises:
-        Refusal: It is too long.
-    """
+    """Read the body of a request; one that is too long is refused."""
     body, more = bytearray(), True
     while more:
         message = await receive()

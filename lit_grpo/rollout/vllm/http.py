@@ -337,9 +337,7 @@ class ServerClient:
     def take(self) -> None:
         """Take the server for this run, until it is released or this process ends.
 
-        Raises:
-            ValueError: It belongs to another run.
-            ServerError: It does not let this one in.
+        It is a ValueError if it belongs to another run, and a ServerError if it does not let this one in.
         """
         self.leave()
         response = self._loop.run(self.watch.over(self._hold(), OWNER_PATH))
@@ -402,8 +400,7 @@ class ServerClient:
     def get(self, path: str, read: Callable[[Any], _T] = lambda answer: answer, **query: Any) -> _T:
         """Ask for something; return what ``read`` finds in the decoded answer (``None`` where it is not JSON).
 
-        Raises:
-            ServerError: The server does not answer, or ``read`` cannot read the answer.
+        A server that does not answer, or whose answer cannot be read, is a ServerError.
         """
         return self._call("GET", path, read, params=query)
 
@@ -556,7 +553,6 @@ class ServerClient:
             raise ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.") from error
 
     async def _check_stream(self, response: httpx.Response) -> None:
-        """Check that a completion follows."""
         if response.is_success and response.headers.get(PROCESS_HEADER, "") == self._process:
             return
         content = b""

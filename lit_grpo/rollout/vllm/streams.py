@@ -38,11 +38,7 @@ class SampledChunk(NamedTuple):
     finish_reason: str | None
 
     def check(self, num_left: int, vocab_size: int) -> None:
-        """Check that these can be tokens, at most ``num_left``, of a vocabulary, with their log-probs.
-
-        Raises:
-            NotAsAsked: They are not.
-        """
+        """Raise NotAsAsked unless these can be tokens, at most ``num_left``, of a vocabulary, with their log-probs."""
         if len(self.token_ids) != len(self.logprobs):
             sent = counted(len(self.token_ids), "token")
             raise NotAsAsked(f"sends {sent} with {counted(len(self.logprobs), 'log-prob')}")
