@@ -13,6 +13,8 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.http import Arrival, ServerError
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.rollout.vllm.streams import EngineRequests, NotAsAsked, SampledChunk
 from lit_grpo.types import EMPTY, Completion, Prompt, Request, SamplingParams, Trajectory
 
@@ -140,6 +142,8 @@ WRONG: dict[str, tuple[Request, list[SampledChunk], str]] = {
     "a token beyond the vocabulary": (request(), [of(35)], "sends the token 35, which is not among the 35 known"),
     "a negative token": (request(), [of(-1)], "sends the token -1, which is not among the 35 known"),
     "a token that is true": (request(), [of(True)], "sends the token True, which is not among the 35 known"),
+    "a token that is text": (request(), [of("a")], "sends the token 'a', which is not among the 35 known"),
+    "a log-prob that is none": (request(), [of(A, logprobs=[None])], "sends the log-prob None, which none can be"),
     "a log-prob that is NaN": (
         request(),
         [of(A, logprobs=[math.nan])],
@@ -158,6 +162,24 @@ def test_a_completion_that_no_engine_can_sample_ends_the_run_with_a_sentence(nam
         taken(policy, asked, *chunks)
     assert str(raised.value).startswith(f"vLLM's engine in this process {said}"), str(raised.value)
     assert isinstance(raised.value.__cause__, NotAsAsked)
+
+
+def test_a_server_that_sends_what_no_engine_can_sample_has_failed(
+    policy: PolicySpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, failures = VLLMServerGenerator(2), list[ServerError]()
+    generator._policy, generator._streams, generator.version = policy, EngineRequests(policy), 0
+    stream = generator._streams.open(request(), 1.0, "")
+    generator._streams.give_ticket(stream)
+    assert stream.ticket is not None
+    arrivals = [Arrival(stream.ticket, of(A, 35))]
+    generator._at[stream] = SimpleNamespace(client=SimpleNamespace(url="http://one"))  # pyright: ignore
+    generator._pump = SimpleNamespace(arrivals=lambda timeout_s: arrivals)  # pyright: ignore
+    monkeypatch.setattr(generator, "_fail", lambda stream, error: failures.append(error))
+    generator._receive(StepEvents(num_active=1))
+    (failure,) = failures
+    said = "The vLLM server at http://one sends the token 35, which is not among the 35 known."
+    assert (failure.kind, str(failure)) == ("nonsense", said) and not stream.token_ids
 
 
 def test_tokens_that_are_dropped_are_no_more_of_their_engine_and_are_not_observed(policy: PolicySpec) -> None:

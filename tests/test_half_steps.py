@@ -17,7 +17,7 @@ from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.generator import Room
-from lit_grpo.rollout.vllm.streams import EngineRequests
+from lit_grpo.rollout.vllm.streams import EngineRequests, SampledChunk
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 from lit_grpo.types import Prompt, Request, RolloutGroup, SamplingParams
 
@@ -162,10 +162,10 @@ def test_a_stream_that_an_interrupt_has_cut_in_a_token_is_handed_back_without_th
     streams = EngineRequests(policy)
     stream = streams.open(Request(PROMPTS[0], (0,), SAMPLING), 5.0, "")
     streams.give_ticket(stream)
-    streams.extend(stream, [5, 6], [-1.0, -2.0], 0, StepEvents())
+    streams.take(stream, SampledChunk([5, 6], [-1.0, -2.0], None), 0, StepEvents())
     setattr(stream, lost, Interrupted(getattr(stream, lost)))
     with pytest.raises(KeyboardInterrupt):
-        streams.extend(stream, [7], [-3.0], 0, StepEvents())
+        streams.take(stream, SampledChunk([7], [-3.0], None), 0, StepEvents())
     assert stream.token_ids == [5, 6, 7]
     prefix = stream.so_far.prefix
     assert prefix.token_ids_T.tolist() == [5, 6] and torch.equal(prefix.logprobs_T, torch.tensor([-1.0, -2.0]))

@@ -345,7 +345,9 @@ def test_a_log_that_an_error_has_named_stays_although_the_server_still_ran_when_
     server.process = process
     generator._policy, generator._streams, generator.version = policy, EngineRequests(policy), 0
     generator._fleet = fleet_of(server)
-    monkeypatch.setattr(Fleet, "load_weights", lambda fleet, weights, version: fleet._ask_all(Server.is_well))
+    monkeypatch.setattr(
+        Fleet, "load_weights", lambda fleet, weights, version: fleet._ask_all(lambda server: server.client.answers())
+    )
     monkeypatch.setattr("lit_grpo.rollout.vllm.server.HttpReceiver.begin", lambda *args: None)
     generator._send(generator._streams.open(Request(Prompt("a", (2, 3), ""), (0,), SamplingParams()), 1.0, ""))
     (stream,) = generator._streams

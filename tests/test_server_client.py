@@ -126,8 +126,8 @@ def test_a_server_is_taken_and_given_back(make: Callable[..., ServerClient]) -> 
     one, two = make("one"), make("two")
     one.take()
     assert one.is_ours() and not two.is_ours() and one.answers()
-    one.post("/start_weight_update")
-    one.post("/pause")
+    one.ask("POST", "/start_weight_update")
+    one.ask("POST", "/pause")
     assert one.is_ours()
     one.release()
     two.take()
@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_keeps_its_server_and_a_dead_one_does_not(make: Calla
     assert two.is_ours() and not one.is_ours()
     two._process, one._process = one._process, two._process
     with pytest.raises(ServerError, match="answers /start_weight_update with: 409 The server belongs to another run"):
-        one.post("/start_weight_update")
+        one.ask("POST", "/start_weight_update")
 
 
 def test_a_server_that_was_restarted_is_noticed_by_the_next_call(
@@ -164,10 +164,10 @@ def test_a_server_that_was_restarted_is_noticed_by_the_next_call(
     serve()
     assert client.answers() and not client.is_ours()
     with pytest.raises(ServerError, match=r"was restarted, and has no weights of this run\."):
-        client.get("/weight_info")
+        client.ask("GET", "/weight_info")
     assert "was restarted" in str(sample(client, loop))
     client.take()  # anew, with nothing known
-    client.post("/start_weight_update")
+    client.ask("POST", "/start_weight_update")
 
 
 def sample(client: ServerClient, loop: EventLoop) -> Any:
@@ -218,7 +218,7 @@ def test_a_server_whose_engine_alone_hangs_is_given_up_and_its_user_is_told(
         pytest.warns(UserWarning, match=r"Waiting for the vLLM server at http://\S+: /pause has not been answered for"),
         pytest.raises(ServerError, match=r"has hung: /pause has not been answered for \d s, and it answers, but its e"),
     ):
-        client.post("/pause")
+        client.ask("POST", "/pause")
     assert not client.answers(1.0)
     assert "its engine does not" in str(sample(client, loop))
 

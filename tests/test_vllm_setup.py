@@ -175,7 +175,7 @@ def test_servers_on_cpus_get_no_more_than_their_slots_can_use_or_their_share(
     monkeypatch.setattr(vllm_setup.util, "find_spec", lambda name: name)
     made: list[Any] = []
     monkeypatch.setattr(vllm_process, "ServerProcess", lambda *values, **place: made.append((values, place)))
-    plan = ServerPlan.of(spec, 9, given, on_gpu=False, num_servers=2, flags=flags)
+    plan = ServerPlan(spec, 9, given, on_gpu=False, num_servers=2, flags=flags)
     for free in (5 * needed, needed):
         monkeypatch.setattr(vllm_setup, "free_bytes", lambda device, free=free: free)  # of the server's machine
         plan.start(Path("model"), "token", port=8000)
@@ -491,7 +491,7 @@ def test_a_request_that_is_too_long_names_a_setting_of_its_generator(name: str) 
     request = Request(Prompt("train/0", (1, 2, 3), ""), (0,), SamplingParams(max_tokens=8))
     for limits, remedy in zip(((10, 99), (99, 10)), remedies, strict=True):
         with pytest.raises(ValueError, match=re.escape(remedy)):
-            check_fits(request, *limits, make()._more_room())
+            check_fits(request, *limits, make().remedies)
 
 
 HYBRIDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -546,7 +546,7 @@ print(json.dumps(lacking))
 def test_the_families_that_need_torchvision_are_those_that_vllm_cannot_import_without_it() -> None:
     pytest.importorskip("vllm")
     run = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, check=True)
-    assert set(json.loads(run.stdout.splitlines()[-1])) == vllm_setup._WITH_TORCHVISION
+    assert set(json.loads(run.stdout.splitlines()[-1])) == set(vllm_setup._WITH_TORCHVISION)
 
 
 def test_a_server_whose_model_cannot_be_imported_names_the_package() -> None:

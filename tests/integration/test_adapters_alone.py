@@ -89,7 +89,7 @@ def test_a_run_sends_its_weights_once_and_then_its_adapters(folder: Path, genera
         assert log["time/weight_sync_s"] > 0
     assert any(parameter.abs().max() > 0.05 for name, parameter in policy.named_parameters() if "lora_B" in name)
     (server,) = generator._fleet.alive
-    models = [model["id"] for model in server.client.get("/v1/models")["data"]]
+    models = [model["id"] for model in server.client.ask("GET", "/v1/models")["data"]]
     assert len(models) == 2 and server.adapter in models  # the old ones are gone
 
 
@@ -114,7 +114,7 @@ def policy(folder: Path, generator: VLLMServerGenerator) -> Any:
 def test_a_server_that_lost_its_weights_is_sent_them_again(generator: VLLMServerGenerator, policy: Any) -> None:
     (server,) = generator._fleet.alive
     assert not generator._fleet.lacks_base()
-    server.client.post("/update_weight_version", {"new_version": "default"})  # as a restarted server has it
+    server.client.ask("POST", "/update_weight_version", {"new_version": "default"})  # as a restarted server has it
     assert generator._fleet.lacks_base()
     with pytest.raises(WeightSyncError, match="No vLLM server took the policy's weights"):
         generator.load_weights(AdapterWeights(policy, with_base=False), 6)

@@ -131,7 +131,7 @@ def test_only_the_run_with_the_token_that_has_taken_a_server_can_change_it(gener
         assert httpx.get(url + path).status_code == 401
         assert ask(generator, "GET", path, headers={"Host": "evil.example"}).status_code == 403
     client = generator._fleet._servers[0].client
-    told = client.get("/server_info", config_format="json")["vllm_config"]
+    told = client.ask("GET", "/server_info?config_format=json")["vllm_config"]
     for name, (part, allowed, _) in _REQUIRED.items():  # what is checked is there to be checked
         assert (told[part] if part else told)[name] in allowed
     with pytest.raises(

@@ -188,7 +188,7 @@ def test_completions_go_on_elsewhere_in_ten_seconds_and_the_user_is_told_in_six(
         generator.load_weights(PolicyWeights(policy), 0)
         generator.score([[2, 3, 4] * 10])  # as a run does after each sync
         server = generator._fleet.alive[0]
-        front = psutil.Process(server.client.get(OWNER_PATH, lambda answer: int(answer["pid"])))
+        front = psutil.Process(server.client.ask("GET", OWNER_PATH, read=lambda answer: int(answer["pid"])))
         family = [front, *front.children(recursive=True)]
         strike = stricken(kind, fault, front)
         observed = Observed(generator, policy)

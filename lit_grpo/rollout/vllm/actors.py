@@ -49,12 +49,9 @@ class Host:
         self._log = f"{self._server.log} on the machine {address}"
         self._was_well = False
 
-    def places(self) -> tuple[str, str]:
-        """Return the server's URL, and where its output is."""
-        return self._server.url, self._log
-
-    def runs(self) -> bool:
-        return self._server.runs
+    def state(self) -> tuple[str, str, bool]:
+        """Return the server's URL, where its output is, and whether it runs."""
+        return self._server.url, self._log, self._server.runs
 
     def is_ready(self) -> bool:
         """Return whether the server answers; from then on the actor ends with it, so that Ray starts both again."""
@@ -85,19 +82,18 @@ class Host:
 class ActorServer:
     """A server in an actor of Ray, with the interface of :class:`lit_grpo.rollout.vllm.process.ServerProcess`.
 
-    ``actor`` is the handle of a :class:`Host`. It is a ValueError if Ray has not started it by ``deadline`` (of
-    ``time.monotonic``), or cannot.
+    ``actor`` is the handle of a :class:`Host`, which Ray has to start by ``deadline`` (of ``time.monotonic``).
     """
 
     def __init__(self, actor: Any, deadline: float) -> None:
         self._actor = actor
-        places, resources = actor.places.remote(), ray.cluster_resources()
+        state, resources = actor.state.remote(), ray.cluster_resources()
         has = f"its cluster has {resources.get('CPU', 0):g} CPU, {resources.get('GPU', 0):g} GPU"
         left_s = max(deadline - time.monotonic(), 0.0)
         try:
-            if not ray.wait([places], timeout=min(_TELL_S, left_s))[0]:
+            if not ray.wait([state], timeout=min(_TELL_S, left_s))[0]:
                 say(f"Waiting up to {left_s:.0f} s for Ray to start an actor for a vLLM server; {has}.", flush=True)
-            self.url, self.log = ray.get(places, timeout=max(deadline - time.monotonic(), 0.0))
+            self.url, self.log, _ = ray.get(state, timeout=max(deadline - time.monotonic(), 0.0))
         except GetTimeoutError as error:
             raise ValueError(
                 f"Ray has started no actor for a vLLM server in time: {has}; ask for less in the generator's ray, or "
@@ -110,32 +106,32 @@ class ActorServer:
     @property
     def runs(self) -> bool:
         try:
-            return ray.get(self._actor.runs.remote(), timeout=_LOOK_S)
+            return ray.get(self._actor.state.remote(), timeout=_LOOK_S)[2]
         except RayError:
             return False
 
     def again(self) -> ActorServer:
         """Have Ray start the actor again, unless it does so already, without waiting for it."""
         with suppress(RayError):
-            if ray.get(self._actor.places.remote(), timeout=_LOOK_S)[0] == self.url:  # it lives, and its server hangs
+            if ray.get(self._actor.state.remote(), timeout=_LOOK_S)[0] == self.url:  # it lives, and its server hangs
                 ray.kill(self._actor, no_restart=False)
         return self
 
     def is_ready(self) -> bool:
         """Return whether the server answers; of an actor that was started again its new places are known then."""
         try:
-            places = ray.get(self._actor.places.remote(), timeout=_LOOK_S)
+            state = ray.get(self._actor.state.remote(), timeout=_LOOK_S)
             if not ray.get(self._actor.is_ready.remote(), timeout=_LOOK_S):
                 return False
         except RayError:
             return False
-        self.url, self.log = places
+        self.url, self.log, _ = state
         return True
 
     def failed(self) -> bool:
         """Return whether Ray starts the actor no more, or its server has ended before it answered."""
         try:
-            return not ray.get(self._actor.runs.remote(), timeout=_LOOK_S)
+            return not ray.get(self._actor.state.remote(), timeout=_LOOK_S)[2]
         except (GetTimeoutError, ActorUnavailableError):
             return False
         except RayError:
@@ -171,9 +167,6 @@ def start_actors(
 
     The files of the folder ``model``, configuration and tokenizer, are sent to them. Ray restarts a dead actor at most
     ``restarts`` times, unless ``options`` has ``max_restarts``. ``deadline`` is one of ``time.monotonic``.
-
-    Raises:
-        ValueError: Ray does not take the options, or has not started an actor.
     """
     if not ray.is_initialized():
         ray.init()

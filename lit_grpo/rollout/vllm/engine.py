@@ -82,7 +82,8 @@ class VLLMGenerator(EngineGenerator):
         adapters: Travel = "auto",
         engine_args: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(num_slots, adapters, engine_args)
+        remedies = "raise engine_args.max_model_len", "raise kv_memory"
+        super().__init__(num_slots, adapters, engine_args, sleep_level < 2, remedies)
         _check_one_device(self.arguments)
         clash = Clash(
             "adapters alone needs weights that an engine keeps between rollouts",
@@ -106,7 +107,12 @@ class VLLMGenerator(EngineGenerator):
     def _make(self, policy: PolicySpec, lora: Mapping[str, Any]) -> None:
         """Start an engine, after ending that of another generator in this process, which then needs another start."""
         require_vllm()
-        _check_first_device(policy.device, Ranks().size)
+        if Ranks().size == 1 and policy.device.index:  # an engine of a single rank takes the first visible GPU
+            raise ValueError(
+                f"The policy is on {policy.device}, but vLLM in this process decodes on cuda:0; leave trainer.devices "
+                f"at 1 and set the environment variable CUDA_VISIBLE_DEVICES={policy.device.index}, or take "
+                "lit_grpo.rollout.vllm.VLLMServerGenerator."
+            )
         if policy.device.type == "cpu":
             check_on_cpu(policy.config.get_text_config(), self.arguments)
         check_packages(policy.config.model_type)
@@ -158,18 +164,14 @@ class VLLMGenerator(EngineGenerator):
         }
 
     def _kv_bytes(self, policy: PolicySpec) -> int:
-        """Return the budget; where it is ``auto``, no more than all slots can use, as far as that is known.
-
-        Raises:
-            ValueError: It comes to nothing, which vLLM would take for "all that is free".
-        """
+        """Return the budget; where it is ``auto``, no more than all slots can use, as far as that is known."""
         free = free_bytes(policy.device)
         dtype = self.weights_dtype or policy.dtype
         weights = sum(weight.nbytes for weight in policy.weights(dtype=dtype).outline.values())
         allowed = self.kv_memory.bytes(free, policy.update_bytes + weights)
         if self.kv_memory.kind == "auto":
             allowed = min(allowed, kv_bytes_of_slots(policy, dtype, self.num_slots, self.arguments) or allowed)
-        if allowed < 1:
+        if allowed < 1:  # which vLLM would take for all that is free
             raise ValueError(
                 f"kv_memory is {self.kv_memory.text}, which leaves nothing for the KV cache: {free / 2**30:.1f} GiB "
                 f"are free, the engine's weights take {weights / 2**30:.1f} GiB of it, and the update "
@@ -222,17 +224,11 @@ class VLLMGenerator(EngineGenerator):
             return joined(self._engine.collective_rpc("adapter_digests", args=(str(folder),)))
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
         outputs: list[Any] = []
         try:
             for number, token_ids in enumerate(sequences):
-                prompt = TokensPrompt(prompt_token_ids=list(token_ids), cache_salt=self._salt)
-                self._engine.add_request(str(number), prompt, params, lora_request=self._adapter)
+                fields = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+                self._add(number, token_ids, self._salt, fields, "FINAL_ONLY")
             while len(outputs) < len(sequences):
                 outputs += [output for output in self._step_engine() if output.finished]
         except Exception as error:
@@ -254,9 +250,6 @@ class VLLMGenerator(EngineGenerator):
         except Exception as error:
             raise WeightSyncError(f"vLLM could not load the policy's weights: {error}") from error
         self._wake("kv_cache")
-
-    def _keeps_base(self) -> bool:
-        return self.sleep_level < 2
 
     def _lacks_base(self) -> bool:
         return not self._holds_base
@@ -296,19 +289,18 @@ class VLLMGenerator(EngineGenerator):
     def _room(self) -> Room:
         return self._engine_room
 
-    def _more_room(self) -> tuple[str, str]:
-        return "raise engine_args.max_model_len", "raise kv_memory"
-
     def _ask(self, stream: EngineRequest) -> None:
+        assert stream.ticket is not None
+        self._add(stream.ticket, stream.prompt, stream.salt, self._fields(stream, self._keyed), "DELTA")
+
+    def _add(self, number: int, prompt: Sequence[int], salt: str, fields: Mapping[str, Any], output_kind: str) -> None:
+        """Ask the engine, which if short of memory sets aside the requests with the highest numbers: the youngest."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**self._fields(stream, self._keyed), output_kind=RequestOutputKind.DELTA)
-        prompt = TokensPrompt(prompt_token_ids=stream.prompt, cache_salt=stream.salt)
-        # An engine short of memory sets aside the requests with the highest priority number: the youngest.
-        ticket = stream.ticket
-        assert ticket is not None
-        self._engine.add_request(str(ticket), prompt, params, priority=ticket, lora_request=self._adapter)
+        params = SamplingParams(**fields, output_kind=getattr(RequestOutputKind, output_kind))
+        tokens = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
+        self._engine.add_request(str(number), tokens, params, priority=number, lora_request=self._adapter)
 
     def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
         self._stop([str(self._streams.take_ticket(stream)) for stream in streams])
@@ -341,7 +333,6 @@ class VLLMGenerator(EngineGenerator):
             logprobs: list[Any] = [at[token].logprob if token in at else None for token, at in said]
             chunk = SampledChunk(token_ids, logprobs, sampled.finish_reason if output.finished else None)
             try:
-                chunk.check(stream.num_left, self._streams.vocab_size)
                 self._take(stream, chunk, events)
             except NotAsAsked as error:
                 raise GenerationError(f"{stream.engine} {error}.") from error
@@ -362,16 +353,6 @@ def _check_one_device(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _check_first_device(device: torch.device, num_ranks: int) -> None:
-    """Raise a ValueError unless vLLM finds the policy's GPU: an engine of a single rank takes the first visible one."""
-    if num_ranks == 1 and device.index:
-        raise ValueError(
-            f"The policy is on {device}, but vLLM in this process decodes on cuda:0; leave trainer.devices at 1 and "
-            f"set the environment variable CUDA_VISIBLE_DEVICES={device.index}, or take "
-            "lit_grpo.rollout.vllm.VLLMServerGenerator."
-        )
-
-
 def _prompt_logprobs(output: Any) -> list[float]:
     token_ids, logprobs = output.prompt_token_ids[1:], output.prompt_logprobs[1:]
     return [at[token].logprob for token, at in zip(token_ids, logprobs, strict=True)]
@@ -384,24 +365,19 @@ def _rank_told(device: torch.device) -> Iterator[None]:
     vLLM then makes its groups within the ranks' process group, and each group has one engine.
     """
     told = {"RANK": str(Ranks().rank), "LOCAL_RANK": str(device.index or 0)}
-    before = {name: os.environ.get(name) for name in told}
+    before = {name: os.environ[name] for name in told if name in os.environ}
     os.environ.update(told)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        for name in told:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _end_engines() -> None:
-    """End all engines of this process: two engines share state, and the end of one would take it from the other.
-
-    Raises:
-        ValueError: This is one of several ranks, whose process group would end with the engine.
-    """
-    if _of_ranks:
+    """End all engines of this process: two engines share state, and the end of one would take it from the other."""
+    if _of_ranks:  # an engine would end with the process group of the ranks
         raise ValueError(
             "This process has a vLLM engine of another policy, or one that broke off in a step, and as one of several "
             "ranks it cannot end it; begin another run for this policy, or take "

@@ -22,6 +22,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.files import PrivateFolder
 from lit_grpo.process.terminal import counted, say, warn
+from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_version, dtype_of
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
@@ -65,10 +66,9 @@ def check_settings(url: str, config: Mapping[str, Any]) -> None:
 
 
 def wait_for(server: ServerProcess | ActorServer, deadline: float, remedy: str = "") -> None:
-    """Wait until a server that is starting answers, and tell the user of it.
+    """Wait until a server that is starting answers, or raise a ValueError: it has ended, or does not in time.
 
-    Raises:
-        ValueError: It has ended, or does not answer by ``deadline`` (of ``time.monotonic``), for which ``remedy`` is.
+    ``deadline`` is one of ``time.monotonic``, and ``remedy`` the user's for a server that does not answer by then.
     """
     tell_at = time.monotonic() + _TELL_S
     while not server.is_ready():
@@ -133,43 +133,43 @@ class Server:
         self.process.keep_log()  # the process may still run, and would remove it when this run ends it
         return f" What it said is in {self.process.log}."
 
-    def is_well(self) -> bool:
-        """Return whether it answers, and is as this run left it."""
-        return self.client.answers() and self.client.is_ours()
-
     def look(self, introduction: Introduction, timeout_s: float) -> None:
         """Find out whether it is up and what it still holds; introduce a server that has been restarted."""
         self.up = self.answered = self.client.answers(timeout_s)
         try:
             if self.up and not self.client.is_ours():
                 self.introduce(introduction)
+            self.holds_base = self.holds_base and self.up
             if self.holds_base:
-                self.holds_base = self.up and self._reported_weights() == self.client.weights
+                told = self.client.ask("GET", "/weight_info", read=lambda answer: str(answer["weight_version"]))
+                self.holds_base = told == self.client.weights
         except (ServerError, ValueError) as error:
             warn(f"A server is left out: {error}", stacklevel=2)
             self.up = False
 
     def introduce(self, introduction: Introduction) -> None:
-        """Take the server for this run, and check what it serves; nothing is known of the weights that it holds.
+        """Take the server for this run, and raise a ValueError if it would sample something else than the policy does.
 
-        Raises:
-            ValueError: It serves another model, samples in another way, or belongs to another run.
+        Nothing is known of the weights that it holds.
         """
         self.adapter = ""
         self.forget_weights()
         client = self.client
         try:
             client.take()
-            version = client.get("/version", lambda answer: str(answer["version"]))
+            version = client.ask("GET", "/version", read=lambda answer: str(answer["version"]))
             check_version(f"The server at {client.url}", version)
-            config = client.get("/server_info", lambda answer: dict(answer["vllm_config"]), config_format="json")
-            check_settings(client.url, config)
-            client.model, self.context = client.get(
-                "/v1/models", lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"]))
+            config = client.ask(
+                "GET", "/server_info?config_format=json", read=lambda answer: dict(answer["vllm_config"])
             )
-            client.vocab_size = int(introduction.fields["vocab_size"])
+            check_settings(client.url, config)
+            client.model, self.context = client.ask(
+                "GET",
+                "/v1/models",
+                read=lambda answer: (str(answer["data"][0]["id"]), int(answer["data"][0]["max_model_len"])),
+            )
             text = {"prompt": introduction.text, "add_special_tokens": False}
-            text_ids = client.post("/tokenize", text, lambda answer: list(answer["tokens"]))
+            text_ids = client.ask("POST", "/tokenize", text, lambda answer: list(answer["tokens"]))
             client.ask_workers("check_model", fields=introduction.fields)
         except ServerError as error:
             ours = self.process is not None  # which nobody else starts
@@ -200,9 +200,6 @@ class Server:
         except ServerError:
             return 0
 
-    def _reported_weights(self) -> str:
-        return self.client.get("/weight_info", lambda answer: str(answer["weight_version"]))
-
     def lose(self) -> None:
         """Leave it out, until a look finds it well again."""
         self.up = False
@@ -226,10 +223,10 @@ class Server:
         """Take new adapters from a folder in the place of the old ones; return the digests of what the workers hold."""
         self.version = -1
         new, old = f"version-{version}-{Path(folder).name}", self.adapter
-        self.client.post("/v1/load_lora_adapter", {"lora_name": new, "lora_path": folder}, engine_works=True)
+        self.client.ask("POST", "/v1/load_lora_adapter", {"lora_name": new, "lora_path": folder}, engine_works=True)
         self.adapter = self.client.model = new
         if old:
-            self.client.post("/v1/unload_lora_adapter", {"lora_name": old}, engine_works=True)
+            self.client.ask("POST", "/v1/unload_lora_adapter", {"lora_name": old}, engine_works=True)
         held = self.client.ask_workers("adapter_digests", folder=folder)
         self.settle(version)
         return joined(held)
@@ -237,15 +234,15 @@ class Server:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Decode nothing for a while: the server may not have heard yet of requests that were withdrawn."""
-        self.client.post("/pause?mode=abort&clear_cache=false")
+        self.client.ask("POST", "/pause?mode=abort&clear_cache=false")
         try:
             yield
         except BaseException as error:
             if not (isinstance(error, ServerError) and error.kind == "hung"):
                 with suppress(ServerError):
-                    self.client.post("/resume")
+                    self.client.ask("POST", "/resume")
             raise
-        self.client.post("/resume")
+        self.client.ask("POST", "/resume")
 
     def settle(self, version: int) -> None:
         """Give the weights a name, and let the workers draw by position, which a new process does not do yet."""
@@ -255,7 +252,7 @@ class Server:
             answers = [False]
         self.keyed = all_draw_by_position(answers)
         self.client.weights = f"{version}-{token_hex(4)}"  # of these weights alone, also if others had this version
-        self.client.post("/update_weight_version", {"new_version": self.client.weights}, engine_works=True)
+        self.client.ask("POST", "/update_weight_version", {"new_version": self.client.weights}, engine_works=True)
         self.version = version
 
 
@@ -387,11 +384,7 @@ class Fleet:
     # ---- start and end ------------------------------------------------------------------------------
 
     def start(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
-        """Start the servers, or look at those named by ``urls``, and take them for this run.
-
-        Raises:
-            ValueError: A server cannot be started, does not answer, or does not decode for the policy.
-        """
+        """Start the servers, or look at those named by ``urls``, and take all of them for this run."""
         self._stop()
         self._run, self._policy, self._dtype = token_hex(8), policy, dtype_of(server_args)
         backend = ("sparse_nccl" if self.sends_changes else "nccl") if self.over_nccl else ""
@@ -419,7 +412,12 @@ class Fleet:
                 f"urls names servers, but {TOKEN_VARIABLE} is not set; set it to the token that python -m lit_grpo "
                 "serve has named."
             )
-        self._servers = [Server(self._client(url), up=False) for url in _own_share(urls)]
+        ranks = Ranks()
+        if len(urls) < ranks.size:
+            raise ValueError(
+                f"urls names {counted(len(urls), 'server')} for {ranks.size} ranks; each rank needs one of its own."
+            )
+        self._servers = [Server(self._client(url), up=False) for url in urls[ranks.rank :: ranks.size]]
         for server in self._servers:
             server.client.check_guarded()
 
@@ -436,7 +434,7 @@ class Fleet:
 
     def _start_own(self, policy: PolicySpec, server_args: Mapping[str, Any]) -> None:
         on_gpu = torch.cuda.is_available() if self.ray is None else bool(self.ray.get("num_gpus"))
-        plan = ServerPlan.of(policy, self.num_slots, server_args, on_gpu, self.num_servers)
+        plan = ServerPlan(policy, self.num_slots, server_args, on_gpu, self.num_servers)
         self.token = token_hex(32)
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
@@ -479,11 +477,7 @@ class Fleet:
     # ---- weights ------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[Named], version: int) -> SyncReport:
-        """Bring weights to all servers that answer; the others are left out until the next sync.
-
-        Raises:
-            WeightSyncError: No server took the weights, or not all of them hold the same.
-        """
+        """Bring weights to all servers that answer, which then hold the same; leave out others until the next sync."""
         self.muster()
         known = bool(self._held) and all(server.version == self._version >= 0 for server in self.alive)
         shipment = Shipment(weights, self._held if self.sends_changes else None, self.sends_changes and known)
@@ -532,11 +526,7 @@ class Fleet:
             group.close()
 
     def exchange(self, folder: Path, version: int) -> dict[str, str]:
-        """Bring adapters to all servers that have the base weights; return their digests.
-
-        Raises:
-            WeightSyncError: No server took them, or not all of them hold the same.
-        """
+        """Bring adapters to all servers that have the base weights; return their digests, which are the same."""
         self.muster()
         for server in self.alive:
             if not server.holds_base:
@@ -594,15 +584,3 @@ def _agreed(answers: Mapping[Server, dict[str, str]]) -> dict[str, str]:
     if any(digests != first for digests in others):
         raise WeightSyncError("The vLLM servers have bound different weights.")
     return first
-
-
-def _own_share(urls: list[str]) -> list[str]:
-    """Return the servers of this rank."""
-    if not torch.distributed.is_initialized():
-        return urls
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if len(urls) < num_ranks:
-        raise ValueError(
-            f"urls names {counted(len(urls), 'server')} for {num_ranks} ranks; each rank needs one of its own."
-        )
-    return urls[rank::num_ranks]

@@ -10,7 +10,6 @@ from secrets import token_hex
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from lit_grpo.limits import Limit, checks_arguments
 from lit_grpo.policy.sharding import is_scattered
@@ -65,15 +64,23 @@ class EngineGenerator(Versioned, ABC):
         adapters: Way of sending LoRA adapters: ``merged``, ``alone``, or ``auto``, which is ``alone`` if that is
             possible and does not make decoding several times slower, as it does on CPUs.
         arguments: The user's arguments for vLLM.
+        keeps_base: Whether weights that were sent once can stay for all adapters to come.
+        remedies: Ways for the user to raise the context of the engines, and their memory.
 
     Attributes:
         sends_alone: Whether the adapters of the policy that it was started for travel alone.
     """
 
     @checks_arguments()
-    def __init__(self, num_slots: Slots, adapters: Travel, arguments: Mapping[str, Any] | None) -> None:
-        self.num_slots = num_slots
-        self.adapters = adapters
+    def __init__(
+        self,
+        num_slots: Slots,
+        adapters: Travel,
+        arguments: Mapping[str, Any] | None,
+        keeps_base: bool,
+        remedies: tuple[str, str],
+    ) -> None:
+        self.num_slots, self.adapters, self.keeps_base, self.remedies = num_slots, adapters, keeps_base, remedies
         self.abilities: frozenset[str] = frozenset({"own_weights", "scores"})
         if adapters != "alone":
             self.abilities |= {"keeps_kv"}
@@ -111,20 +118,12 @@ class EngineGenerator(Versioned, ABC):
         """Return the log-probs of all tokens after the first of each sequence, by the name of each engine."""
 
     @abstractmethod
-    def _keeps_base(self) -> bool:
-        """Return whether weights that were sent once can stay for all adapters to come."""
-
-    @abstractmethod
     def _lacks_base(self) -> bool:
         """Return whether the base weights have to travel."""
 
     @abstractmethod
     def _room(self) -> Room:
         """Return the engines' limits."""
-
-    @abstractmethod
-    def _more_room(self) -> tuple[str, str]:
-        """Return how the user raises the context of the engines, and how their memory."""
 
     @abstractmethod
     def _ask(self, stream: EngineRequest) -> None:
@@ -141,11 +140,7 @@ class EngineGenerator(Versioned, ABC):
     # ---- life -------------------------------------------------------------------------------------
 
     def start(self, policy: PolicySpec) -> None:
-        """Start engines for the policy's architecture, without its weights; those of the same architecture are kept.
-
-        Raises:
-            ValueError: vLLM is not installed, or does not take an argument, the model or its adapters.
-        """
+        """Start engines for the policy's architecture, without its weights; those of the same architecture are kept."""
         warn_of_dtype(policy, self.weights_dtype)
         check_drafts(self.arguments)
         check_family(policy.config.get_text_config(), self.arguments, policy.context_length)
@@ -165,7 +160,7 @@ class EngineGenerator(Versioned, ABC):
         """Return vLLM's arguments for adapters that travel alone; none where they are merged."""
         if self.adapters == "alone":
             return adapter_arguments(policy.adapters, self.arguments)
-        suits = torch.cuda.is_available() and self._keeps_base() and not policy.keeps_kv
+        suits = torch.cuda.is_available() and self.keeps_base and not policy.keeps_kv
         if self.adapters == "auto" and policy.adapters is not None and suits:
             with suppress(ValueError):  # vLLM does not decode with them
                 return adapter_arguments(policy.adapters, self.arguments)
@@ -190,25 +185,18 @@ class EngineGenerator(Versioned, ABC):
         assert self._policy is not None, "start comes first"
         self.version = -1
         weights = self._streams.features.watched(weights)
-        if self.sends_alone:
-            report = self._load_apart(weights, self._policy.module, version)
+        if self.sends_alone:  # the base weights first, if these are among what is sent
+            module = self._policy.module
+            adapters, base = apart(weights, module)
+            report = SyncReport(changed_share=share_of_elements(adapters, module))
+            if base is not None:
+                report = self._load(base, version)
+            with adapter_folder(adapters, module, self.weights_folder) as folder:
+                report.digests |= self._exchange(folder, version)
+            report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
         else:
             report = self._load(complete(weights, self._policy.weights().names), version)
         self.version, self._salt, self._arrived = version, token_hex(8), report.digests
-        return report
-
-    def _load_apart(
-        self, weights: Iterable[tuple[str, torch.Tensor]], policy: PreTrainedModel, version: int
-    ) -> SyncReport:
-        """Bring adapters, and before them the base weights if these are among what is sent."""
-        adapters, base = apart(weights, policy)
-        if base is None:
-            report = SyncReport(changed_share=share_of_elements(adapters, policy))
-        else:
-            report = self._load(base, version)
-        with adapter_folder(adapters, policy, self.weights_folder) as folder:
-            report.digests |= self._exchange(folder, version)
-        report.num_bytes += sum(tensor.nbytes for tensor in adapters.values())
         return report
 
     @property
@@ -241,7 +229,7 @@ class EngineGenerator(Versioned, ABC):
         self._streams.features.points = self.feature_points
         room = self._room()
         for request in requests:
-            check_fits(request, room.context, room.figure(min), self._more_room())
+            check_fits(request, room.context, room.figure(min), self.remedies)
         for number, request in enumerate(requests):
             tokens = float(request.sampling.max_tokens) if expected is None else expected[number]
             self._send(self._streams.open(request, tokens, self._salts.pop(request.key, self._salt)))

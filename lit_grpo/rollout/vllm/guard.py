@@ -20,6 +20,8 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import unquote
 
+import httpx
+
 from lit_grpo.process.files import is_private
 from lit_grpo.rollout.weights.files import WEIGHTS_PREFIX
 
@@ -87,10 +89,10 @@ class Guard:
             if scope["path"] == OWNER_PATH:
                 await self._own(scope["method"], run, name, receive, send)
                 return
-            receive = await _whole_body(receive)
+            body, receive = await _whole_body(receive)
             if scope["method"] not in ("GET", "HEAD") and scope["path"] not in _SAMPLING:
                 self._check_owner(run)
-                _check_body(scope["path"], receive.body)
+                _check_body(scope["path"], body)
         except Refusal as refusal:
             await self._answer(send, refusal.status, refusal.body)
             return
@@ -99,24 +101,17 @@ class Guard:
     # ---- who --------------------------------------------------------------------------------------
 
     def _admit(self, scope: Message) -> tuple[str, str]:
-        """Return the run that asks, empty where it does not say so, and its name for people.
-
-        Raises:
-            Refusal: A page in a browser asks, or somebody without the token.
-        """
-        headers: dict[str, list[bytes]] = {}
-        for name, value in scope["headers"]:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value)
-        host = headers.get("host", [])
-        if len(host) != 1 or not self._is_own(host[0].decode("latin-1")):
+        """Return the run that asks, empty where it does not say so, and its name for people; refuse all others."""
+        headers = httpx.Headers(scope["headers"])
+        host, token = headers.get_list("host"), headers.get_list("authorization")
+        if len(host) != 1 or not self._is_own(host[0]):
             raise Refusal(403, "The Host header names another machine; use the server's address or own name.")
         if "origin" in headers:
             raise Refusal(403, "A page in a browser asks; this server answers training runs alone.")
-        token = headers.get("authorization", [])
-        if len(token) != 1 or not compare_digest(token[0], self._token):
+        if len(token) != 1 or not compare_digest(token[0].encode(), self._token):
             raise Refusal(401, f"The token is missing or wrong; give the server's in {TOKEN_VARIABLE}.")
-        name = unquote(headers.get(NAME_HEADER, [b""])[0].decode("latin-1")[:300])
-        return headers.get(RUN_HEADER, [b""])[0].decode("latin-1"), "".join(filter(str.isprintable, name))
+        name = unquote(headers.get(NAME_HEADER, "")[:300])
+        return headers.get(RUN_HEADER, ""), "".join(filter(str.isprintable, name))
 
     def _is_own(self, host: str) -> bool:
         """Return whether a Host header is an address, which no name server can redirect, or a name of this machine."""
@@ -130,11 +125,7 @@ class Guard:
     # ---- whose ------------------------------------------------------------------------------------
 
     async def _own(self, method: str, run: str, name: str, receive: Receive, send: Send) -> None:
-        """Give the server to a run as long as it listens (``POST``), take it back (``DELETE``), or tell whose it is.
-
-        Raises:
-            Refusal: It belongs to another run.
-        """
+        """Give the server to a run as long as it listens (``POST``), take it back (``DELETE``), or tell whose it is."""
         if method == "DELETE" and run == self._owner:
             self._owner = ""
         if method != "POST":
@@ -215,21 +206,8 @@ async def _end_with_engines() -> None:
     os._exit(1)
 
 
-class _Body:
-    """Gives a request's body again, which has been read, and then whatever comes after it."""
-
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self.body, self._receive, self._is_read = body, receive, False
-
-    async def __call__(self) -> Message:
-        if self._is_read:
-            return await self._receive()
-        self._is_read = True
-        return {"type": "http.request", "body": self.body, "more_body": False}
-
-
-async def _whole_body(receive: Receive) -> _Body:
-    """Read the body of a request; one that is too long is refused."""
+async def _whole_body(receive: Receive) -> tuple[bytes, Receive]:
+    """Read the body of a request, unless it is too long; return it, and what gives it again before all that follows."""
     body, more = bytearray(), True
     while more:
         message = await receive()
@@ -237,7 +215,12 @@ async def _whole_body(receive: Receive) -> _Body:
         more = message.get("more_body", False)
         if len(body) > _MAX_BODY:
             raise Refusal(413, f"The request is longer than {_MAX_BODY} bytes.")
-    return _Body(bytes(body), receive)
+    whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+    async def again() -> Message:
+        return whole.pop() if whole else await receive()
+
+    return bytes(body), again
 
 
 def _check_body(path: str, body: bytes) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -24,7 +23,7 @@ import httpx
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.vllm.guard import NAME_HEADER, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, TOKEN_VARIABLE
-from lit_grpo.rollout.vllm.streams import NotAsAsked, SampledChunk
+from lit_grpo.rollout.vllm.streams import SampledChunk
 
 _LOOK_S = 3.0  # in which a server that is well answers
 _EACH_S = 0.5  # between two looks of a watch
@@ -45,6 +44,7 @@ _MAX_ANSWER, _MAX_LINE = 2**28, 2**24  # bytes
 _MAX_LINES_AFTER = 16  # after the last token of a completion
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # of answers that are not vLLM's
 _T = TypeVar("_T")
+_Kind = Literal["other", "hung", "away", "nonsense", "foreign", "refuses"]
 
 
 class ServerError(RuntimeError):
@@ -56,12 +56,7 @@ class ServerError(RuntimeError):
     named the server; it is empty if the error has told the remedy already.
     """
 
-    def __init__(
-        self,
-        sentence: str,
-        kind: Literal["other", "hung", "away", "nonsense", "foreign", "refuses"] = "other",
-        remedy: str = _SERVE,
-    ) -> None:
+    def __init__(self, sentence: str, kind: _Kind = "other", remedy: str = _SERVE) -> None:
         super().__init__(sentence)
         self.kind, self.remedy = kind, remedy
 
@@ -206,14 +201,16 @@ class Watch:
                 is_last = self.is_last()
                 found, left_s = self._judge(silent_s, is_last)
                 self.is_silent = left_s == 0.0 or found in _SILENT.values()
+                what = f"{self._what} for {silent_s:.0f} s, and {found}."
                 if silent_s >= left_s:
-                    self._give_up(found, silent_s)
+                    self._give_up(f"is gone: {found}." if self._ended else f"has hung: {what}")
+                    for path in (path for path, text in _SILENT.items() if text == found):
+                        self._learn(path, silent_s)  # it may only be slow, and has more time if it comes back
                 elif silent_s >= tell_s:
-                    waits = f"Waiting for the vLLM server at {self._url}: {self._what} for {silent_s:.0f} s"
                     then = f"It is left out at {left_s:.0f} s, and the run goes on with the other servers."
                     if is_last:
                         then = f"No other server is well, so the run waits for it until {left_s:.0f} s have passed."
-                    warn(f"{waits}, and {found}. {then}", stacklevel=2)
+                    warn(f"Waiting for the vLLM server at {self._url}: {what} {then}", stacklevel=2)
                     tell_s = 2 * silent_s
         finally:
             for probe in probes.values():
@@ -257,18 +254,11 @@ class Watch:
             return "its completion has not moved" if count == 1 else f"none of its {count} completions has moved"
         return f"{' and '.join(sorted(names))} has not been answered"
 
-    def _give_up(self, found: str, silent_s: float) -> None:
-        """Fail all requests."""
-        sentence = f"The vLLM server at {self._url} has hung: {self._what} for {silent_s:.0f} s, and {found}."
-        if self._ended:
-            sentence = f"The vLLM server at {self._url} is gone: {found}."
+    def _give_up(self, why: str) -> None:
         self._lost_since = self._lost_since or self._since
         flights, self._flights = self._flights, set()
-        for path, text in _SILENT.items():
-            if text == found:  # it may only be slow, and has more time if it comes back
-                self._learn(path, silent_s)
         for flight in flights:
-            flight.failure = ServerError(sentence, "hung", _AGAIN)
+            flight.failure = ServerError(f"The vLLM server at {self._url} {why}", "hung", _AGAIN)
             flight.task.cancel()
 
 
@@ -286,14 +276,12 @@ class ServerClient:
     Attributes:
         model: The server's name for the model to sample with.
         weights: The server's name for the weights that this run has sent.
-        vocab_size: A number above the ids of all its tokens.
     """
 
     def __init__(self, url: str, token: str, run: str, timeout_s: float, loop: EventLoop) -> None:
         self.url = url.rstrip("/")
         self.watch = Watch(self.url, timeout_s, lambda path: self._request("GET", path))
         self.model = self.weights = ""
-        self.vocab_size = 2**31
         self._loop = loop
         self._process = ""
         self._holding: httpx.Response | None = None  # by which the server is this run's
@@ -318,12 +306,9 @@ class ServerClient:
 
     def check_guarded(self) -> None:
         """Raise a ValueError if the server does not answer, or does not ask for a token; it is not told this run's."""
-        unnamed = {"Authorization": "none"}
+        asking = self._request("GET", OWNER_PATH, headers={"Authorization": "none"})
         try:
-            asking = self._request("GET", OWNER_PATH, headers=unnamed)
             response = self._loop.run(self.watch.over(asking, OWNER_PATH, asks=()))
-            if response.is_redirect:
-                raise self._redirected(response, OWNER_PATH)
         except ServerError as error:
             raise ValueError(error.with_remedy()) from error
         if PROCESS_HEADER not in response.headers:
@@ -341,9 +326,6 @@ class ServerClient:
         """
         self.leave()
         response = self._loop.run(self.watch.over(self._hold(), OWNER_PATH))
-        self._check_guard(response, OWNER_PATH)
-        if response.status_code == 409:
-            raise ValueError(_said(response).replace("The server", f"The vLLM server at {self.url}", 1))
         self._check(response, OWNER_PATH)
         if self._process != response.headers[PROCESS_HEADER]:
             self.watch.forget()
@@ -353,23 +335,22 @@ class ServerClient:
         """Ask for the server; an answer that grants it goes on as long as it is this run's."""
         try:
             response = await self._http.send(self._http.build_request("POST", OWNER_PATH), stream=True)
-            if response.is_success:
-                self._holding = response
-            else:
-                await response.aread()
+            if not (response.is_success and PROCESS_HEADER in response.headers):
+                async with aclosing(response):
+                    return await self._whole(response, OWNER_PATH)
         except httpx.HTTPError as error:
             raise self._silent(OWNER_PATH, error) from error
+        self._holding = response
         return response
 
     def is_ours(self) -> bool:
         """Return whether it still belongs to this run, and is the process that this run has taken."""
         try:
             response = self._loop.run(self._request("GET", OWNER_PATH, timeout=_LOOK_S))
-            if not response.is_success or response.headers.get(PROCESS_HEADER) != self._process:
-                return False
-            return self._read(response, OWNER_PATH, lambda answer: answer["owned"] is True)
+            owned = self._read(response, OWNER_PATH, lambda answer: answer["owned"] is True)
         except ServerError:
             return False
+        return owned and response.headers.get(PROCESS_HEADER) == self._process
 
     def release(self) -> None:
         if self._holding is not None:
@@ -397,22 +378,24 @@ class ServerClient:
         except ServerError:
             return False
 
-    def get(self, path: str, read: Callable[[Any], _T] = lambda answer: answer, **query: Any) -> _T:
-        """Ask for something; return what ``read`` finds in the decoded answer (``None`` where it is not JSON).
-
-        A server that does not answer, or whose answer cannot be read, is a ServerError.
-        """
-        return self._call("GET", path, read, params=query)
-
-    def post(
+    def ask(
         self,
+        method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
         read: Callable[[Any], _T] = lambda answer: answer,
         engine_works: bool = False,
+        what: str = "",
     ) -> _T:
-        """Tell or ask something; as :meth:`get`. An engine that works on it answers nothing else meanwhile."""
-        return self._call("POST", path, read, asks=(_FRONT,) if engine_works else (_FRONT, _ENGINE), json=body)
+        """Tell or ask something; return what ``read`` finds in the decoded answer (``None`` where it is not JSON).
+
+        An engine that works on it answers nothing else meanwhile. ``what`` is its name in messages, if not the path. A
+        server that does not answer, or whose answer cannot be read, is a ServerError.
+        """
+        asks = (_FRONT,) if engine_works else (_FRONT, _ENGINE)
+        response = self._loop.run(self.watch.over(self._request(method, path, json=body), what or path, asks))
+        self._check(response, path)
+        return self._read(response, path, read)
 
     def score(self, sequences: Sequence[Sequence[int]], salt: str) -> list[list[float]]:
         """Return the log-probs of all tokens after the first of each sequence."""
@@ -426,27 +409,12 @@ class ServerClient:
                 scores.append([float(logprobs[str(token)]["logprob"]) for token, logprobs in told])
             return scores
 
-        return self.post(_COMPLETIONS, body, read, engine_works=True)  # the first forward of an engine may take long
+        return self.ask("POST", _COMPLETIONS, body, read, engine_works=True)  # an engine's first forward may take long
 
     def ask_workers(self, method: str, **arguments: Any) -> list[Any]:
         """Return what each worker answers; numbers and truth values come as text."""
-        body = {"method": method, "kwargs": arguments}
-        what = f"/collective_rpc {method}"
-        return self._call("POST", "/collective_rpc", lambda answer: list(answer["results"]), (_FRONT,), what, json=body)
-
-    def _call(
-        self,
-        method: str,
-        path: str,
-        read: Callable[[Any], _T],
-        asks: Sequence[str] = (_FRONT, _ENGINE),
-        what: str = "",
-        **options: Any,
-    ) -> _T:
-        response = self._loop.run(self.watch.over(self._request(method, path, **options), what or path, asks))
-        self._check_guard(response, path)
-        self._check(response, path)
-        return self._read(response, path, read)
+        path, body = "/collective_rpc", {"method": method, "kwargs": arguments}
+        return self.ask("POST", path, body, lambda answer: list(answer["results"]), True, f"{path} {method}")
 
     def _read(self, response: httpx.Response, path: str, read: Callable[[Any], _T]) -> _T:
         """Return what ``read`` finds in the decoded answer."""
@@ -454,117 +422,106 @@ class ServerClient:
         try:
             return read(response.json() if is_json else None)
         except _UNREADABLE as error:
-            raise self._nonsense(f"answers {path} with {_message(response)!r}, in which {error!r}") from error
+            raise self._error(f"answers {path} with {_message(response)!r}, in which {error!r}.") from error
 
     async def _request(self, method: str, path: str, timeout: float | None = None, **options: Any) -> httpx.Response:
         """Return the whole answer, which has to come within ``timeout`` seconds where that is given."""
-        content = bytearray()
         try:
             async with asyncio.timeout(timeout), self._http.stream(method, path, **options) as response:
-                async for part in response.aiter_bytes():
-                    content += part
-                    if len(content) > _MAX_ANSWER:
-                        raise self._nonsense(f"answers {path} with more than {_MAX_ANSWER} bytes")
+                return await self._whole(response, path)
         except (httpx.HTTPError, TimeoutError) as error:
             raise self._silent(path, error) from error
+
+    async def _whole(self, response: httpx.Response, path: str) -> httpx.Response:
+        """Read an answer to its end; a ServerError if it has none, or leads to another address."""
+        if response.is_redirect:
+            raise self._error(
+                f"sends {path} on to {response.headers.get('location', '')[:200]!r}, which is not followed, for the "
+                "token would go there; name the address that answers itself.",
+                remedy="",
+            )
+        content = bytearray()
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > _MAX_ANSWER:
+                raise self._error(f"answers {path} with more than {_MAX_ANSWER} bytes.")
         transfer = {"content-encoding", "content-length", "transfer-encoding"}  # which describe the bytes on the wire
         headers = [(name, value) for name, value in response.headers.multi_items() if name not in transfer]
         return httpx.Response(response.status_code, headers=headers, content=bytes(content), request=response.request)
 
     # ---- answers that are none --------------------------------------------------------------------
 
-    def _check_guard(self, response: httpx.Response, path: str) -> None:
-        """Check that the guarded server has answered, and not another program at its address."""
-        if response.is_redirect:
-            raise self._redirected(response, path)
-        process = response.headers.get(PROCESS_HEADER, "")
+    def _check(self, response: httpx.Response, path: str) -> None:
+        """Check that the guarded server, and not another program at its address, has answered, and does as asked.
+
+        It is a ValueError if the server belongs to another run, and otherwise a ServerError.
+        """
+        process, status = response.headers.get(PROCESS_HEADER, ""), response.status_code
         if not process:
-            raise self._nonsense(
+            raise self._error(
                 f"answers {path} with {_message(response)!r}, as no server of python -m lit_grpo serve does: another "
-                "program, or a proxy, is at its address"
+                "program, or a proxy, is at its address."
             )
         if path != OWNER_PATH and process != self._process:
-            raise ServerError(
-                f"The vLLM server at {self.url} was restarted, and has no weights of this run.",
-                remedy="Run the command again.",
-            )
-
-    def _check(self, response: httpx.Response, path: str) -> None:
-        if response.status_code == 401:
-            raise ServerError(
-                f"The vLLM server at {self.url} does not take this run's token; set {TOKEN_VARIABLE} to the one that "
-                "python -m lit_grpo serve has named.",
+            raise self._error("was restarted, and has no weights of this run.", "other", "Run the command again.")
+        if response.is_success:
+            return
+        if path == OWNER_PATH and status == 409:
+            raise ValueError(_said(response).replace("The server", f"The vLLM server at {self.url}", 1))
+        if path == _GENERATE and status in (400, 404, 422):
+            raise self._error(f"refuses a prompt: {_message(response)}", "refuses")
+        if status == 401:
+            raise self._error(
+                f"does not take this run's token; set {TOKEN_VARIABLE} to the one that python -m lit_grpo serve has "
+                "named.",
+                "other",
                 remedy="",
             )
-        if not response.is_success:
-            remedy = "" if response.status_code in _BY_GUARD else _SERVE
-            raise ServerError(f"The vLLM server at {self.url} answers {path} with: {_message(response)}", remedy=remedy)
-
-    def _redirected(self, response: httpx.Response, path: str) -> ServerError:
-        return self._nonsense(
-            f"sends {path} on to {response.headers.get('location', '')[:200]!r}, which is not followed, for the token "
-            "would go there; name the address that answers itself",
-            remedy="",
-        )
+        remedy = "" if status in _BY_GUARD else _SERVE
+        raise self._error(f"answers {path} with: {_message(response)}", "other", remedy)
 
     def _silent(self, path: str, error: Exception) -> ServerError:
-        said = _named(error)
+        said, kind = _named(error), "away" if isinstance(error, httpx.ConnectError) else "other"
         remedy = _CERTIFICATE if "CERTIFICATE_VERIFY_FAILED" in said else _SERVE
-        sentence = f"The vLLM server at {self.url} does not answer {path}: {said}."
-        return ServerError(sentence, "away" if isinstance(error, httpx.ConnectError) else "other", remedy)
+        return self._error(f"does not answer {path}: {said}.", kind, remedy)
 
-    def _nonsense(self, what: str, remedy: str = _SERVE) -> ServerError:
-        return ServerError(f"The vLLM server at {self.url} {what}.", "nonsense", remedy)
+    def _error(self, what: str, kind: _Kind = "nonsense", remedy: str = _SERVE) -> ServerError:
+        return ServerError(f"The vLLM server at {self.url} {what}", kind, remedy)
 
     # ---- completions ------------------------------------------------------------------------------
 
     async def stream(self, prompt: list[int], fields: Mapping[str, Any], salt: str) -> AsyncIterator[SampledChunk]:
         """Sample a completion of ``prompt``, with the sampling parameters ``fields`` in vLLM's names, chunk by chunk.
 
-        The engine may share the KV cache of requests with the same ``salt``.
-
-        Raises:
-            ServerError: The server fails, refuses the request, or has sampled with other weights than those that this
-                run has sent.
+        The engine may share the KV cache of requests with the same ``salt``. A server that fails, refuses the request,
+        or samples with other weights than those that this run has sent, is a ServerError.
         """
-        weights, num_left, num_lines_left = self.weights, int(fields.get("max_tokens") or 2**31), math.inf
-        name, num_tokens = token_hex(8), 0
+        weights, name, num_tokens, num_after = self.weights, token_hex(8), 0, -1
         body = {"token_ids": prompt, "sampling_params": fields, "model": self.model, "cache_salt": salt, "stream": True}
         body |= {"request_id": name, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         try:
             async with self._http.stream("POST", _GENERATE, json=body) as response:
-                await self._check_stream(response)
+                if not (response.is_success and PROCESS_HEADER in response.headers):
+                    response = await self._whole(response, _GENERATE)
+                self._check(response, _GENERATE)
                 async for line in self._lines(response):
-                    if line.startswith("data: {") and num_lines_left == math.inf:
-                        chunk = self._chunk(line[6:], name, num_tokens, num_left, weights)
+                    if num_after >= 0:  # the completion has ended, and its answer soon does
+                        num_after += 1
+                        if num_after == _MAX_LINES_AFTER:
+                            return
+                    elif line.startswith("data: {"):
+                        chunk = self._chunk(line[6:], name, num_tokens, weights)
                         if chunk.token_ids:
                             self.watch.moves(has_tokens=True)
                         num_tokens += len(chunk.token_ids)
-                        num_left -= len(chunk.token_ids)
-                        if chunk.finish_reason is not None:
-                            num_lines_left = _MAX_LINES_AFTER
+                        num_after = -1 if chunk.finish_reason is None else 0
                         yield chunk
-                    elif num_lines_left == math.inf and line and line != "data: [DONE]" and line[0] != ":":
-                        raise self._nonsense(f"sends {line[:200]!r} as a part of a completion")
-                    num_lines_left -= 1
-                    if num_lines_left <= 0:
-                        return
+                    elif line and line != "data: [DONE]" and line[0] != ":":
+                        raise self._error(f"sends {line[:200]!r} as a part of a completion.")
         except httpx.HTTPError as error:
-            raise ServerError(f"The vLLM server at {self.url} broke off: {_named(error)}.") from error
-
-    async def _check_stream(self, response: httpx.Response) -> None:
-        if response.is_success and response.headers.get(PROCESS_HEADER, "") == self._process:
-            return
-        content = b""
-        async for part in response.aiter_bytes():
-            content += part
-            if len(content) > 500:
-                break
-        answer = httpx.Response(response.status_code, headers=response.headers, text=content.decode(errors="replace"))
-        self._check_guard(answer, _GENERATE)
-        if answer.status_code in (400, 404, 422):
-            raise ServerError(f"The vLLM server at {self.url} refuses a prompt: {_message(answer)}", "refuses")
-        self._check(answer, _GENERATE)
+            raise self._error(f"broke off: {_named(error)}.", "other") from error
+        if num_after < 0:
+            raise self._error("ended a completion without a reason.", "other")
 
     async def _lines(self, response: httpx.Response) -> AsyncIterator[str]:
         """Yield the lines of an answer; one that does not end is an error."""
@@ -574,10 +531,10 @@ class ServerClient:
             for line in lines:
                 yield line.decode(errors="replace").rstrip("\r")
             if len(begun) > _MAX_LINE:
-                raise self._nonsense(f"sends a line of more than {_MAX_LINE} bytes in a completion")
+                raise self._error(f"sends a line of more than {_MAX_LINE} bytes in a completion.")
         yield begun.decode(errors="replace")
 
-    def _chunk(self, text: str, name: str, num_before: int, num_left: int, weights: str) -> SampledChunk:
+    def _chunk(self, text: str, name: str, num_before: int, weights: str) -> SampledChunk:
         """Read an event of the completion ``name``, all of it sampled by these ``weights``.
 
         vLLM says with each event how many tokens there are so far. So one that is lost, comes twice or is of another
@@ -586,7 +543,7 @@ class ServerClient:
         try:
             event = json.loads(text)
             if "choices" not in event:
-                raise ServerError(f"The vLLM server at {self.url} broke off: {json.dumps(event)[:300]}")
+                raise self._error(f"broke off: {json.dumps(event)[:300]}", "other")
             choice, others = event["choices"][0], event["choices"][1:]
             reason, token_ids = choice["finish_reason"], list(choice["token_ids"] or [])
             content = (choice["logprobs"] or {}).get("content") or []
@@ -598,27 +555,23 @@ class ServerClient:
             is_its = not others and choice.get("index", 0) == 0 and str(event.get("request_id", name)).endswith(name)
             named = [each.get("token_id") for each in content]
         except _UNREADABLE as error:
-            raise self._nonsense(f"sends {text[:200]!r} as a part of a completion, in which {error!r}") from error
+            raise self._error(f"sends {text[:200]!r} as a part of a completion, in which {error!r}.") from error
         if reason not in (None, "stop", "length"):
-            raise ServerError(f"The vLLM server at {self.url} broke off a completion: {reason}.")
-        try:
-            chunk.check(num_left, self.vocab_size)
-        except NotAsAsked as error:
-            raise self._nonsense(str(error)) from error
+            raise self._error(f"broke off a completion: {reason}.", "other")
         if reason is not None and sampled_by != {weights}:
-            raise ServerError(
-                f"The vLLM server at {self.url} has sampled with the weights {sorted(sampled_by)}, where this run has "
-                f"sent {weights!r}: somebody else has changed its weights.",
+            raise self._error(
+                f"has sampled with the weights {sorted(sampled_by)}, where this run has sent {weights!r}: somebody "
+                "else has changed its weights.",
                 "foreign",
             )
         if named != token_ids:
-            raise self._nonsense(f"sends the tokens {token_ids} with the log-probs of {named}")
+            raise self._error(f"sends the tokens {token_ids} with the log-probs of {named}.")
         if not is_its:
-            raise self._nonsense(f"sends {text[:200]!r} as a part of a completion, which is of another")
+            raise self._error(f"sends {text[:200]!r} as a part of a completion, which is of another.")
         told = ends[-1] if reason is not None and told == counted else told
         if told != counted:
-            raise self._nonsense(
-                f"has sent {counted} tokens of a completion, where it counts {told!r}: some are missing, or came twice"
+            raise self._error(
+                f"has sent {counted} tokens of a completion, where it counts {told!r}: some are missing, or came twice."
             )
         return chunk
 
@@ -643,12 +596,8 @@ class HttpReceiver:
         """Ask a server for a completion."""
 
         async def read() -> None:
-            finished = False
             async for chunk in client.stream(prompt, fields, salt):
                 self._arrivals.put(Arrival(ticket, chunk))
-                finished = chunk.finish_reason is not None
-            if not finished:
-                raise ServerError(f"The vLLM server at {client.url} ended a completion without a reason.")
 
         async def pump() -> None:
             try:
@@ -676,13 +625,13 @@ class HttpReceiver:
 
     def cancel(self, ticket: int) -> None:
         """Give up a completion that has not ended; its server sees the connection close, and stops."""
-        task = self._tasks.pop(ticket, None)
-        if task is not None:
+        if (task := self._tasks.pop(ticket, None)) is not None:
             task.cancel()
 
     def close(self) -> None:
         for ticket in list(self._tasks):
             self.cancel(ticket)
+        self._arrivals = SimpleQueue()
 
 
 def _named(error: Exception) -> str:

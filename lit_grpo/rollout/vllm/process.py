@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from getpass import getuser
 from itertools import pairwise
@@ -48,56 +47,42 @@ _ENGINE_IS_DEAD = "EngineDeadError"  # which the front end raises for each reque
 _CAUSED = "The above exception was the direct cause of the following exception:"
 
 
-@dataclass(frozen=True)
 class ServerPlan:
     """The server of a policy, as ``serve``, a run and an actor of Ray start it, each on its own machine.
 
-    Attributes:
-        num_servers: Max number of servers that share a machine.
+    Args:
         given: vLLM's arguments by their names with underscores, which come before those that are chosen here.
+        num_servers: Max number of servers that share a machine.
         flags: More of vLLM's arguments, as on a command line, which come before ``given``.
-        kv_bytes: Bytes of keys and values that its slots can use; None to leave them to vLLM.
     """
 
-    dtype: str
-    num_slots: int
-    num_servers: int
-    given: dict[str, Any]
-    flags: Sequence[str]
-    kv_bytes: int | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         policy: PolicySpec,
         num_slots: int,
         given: Mapping[str, Any],
         on_gpu: bool,
         num_servers: int = 1,
         flags: Sequence[str] = (),
-    ) -> ServerPlan:
-        """Plan servers for a policy.
-
-        Raises:
-            ValueError: vLLM or a package that it needs is not installed, or it cannot decode for the policy on a CPU.
-        """
+    ) -> None:
         require_vllm()
         known = {**given, **_named(flags)}
         if not on_gpu:
             check_on_cpu(policy.config.get_text_config(), known)
         check_packages(policy.config.model_type)
-        kv_bytes = None
+        kv_bytes = None  # which leaves them to vLLM
         if "gpu_memory_utilization" not in known:
             kv_bytes = kv_bytes_of_slots(policy, dtype_of(known) or policy.dtype, num_slots, known)
-        return cls(str(policy.dtype).removeprefix("torch."), num_slots, num_servers, dict(given), flags, kv_bytes)
+        self.num_servers, self._given, self._flags = num_servers, dict(given), flags
+        self._chosen = str(policy.dtype).removeprefix("torch."), num_slots, num_servers, kv_bytes
 
     def start(
         self, model: Path, token: str, environment: Mapping[str, str] | None = None, **place: Any
     ) -> ServerProcess:
         """Start a server on this machine; ``place`` is the host and port of :class:`ServerProcess`."""
-        arguments = server_arguments(self.dtype, self.num_slots, self.num_servers, self.kv_bytes) | self.given
+        arguments = server_arguments(*self._chosen) | self._given
         variables = server_environment(self.num_servers) | dict(environment or {})
-        return ServerProcess(model, arguments, variables, token, flags=self.flags, **place)
+        return ServerProcess(model, arguments, variables, token, flags=self._flags, **place)
 
 
 class ServerProcess:
@@ -108,11 +93,8 @@ class ServerProcess:
     Args:
         model: The folder with configuration and tokenizer.
         arguments: vLLM's server arguments, by their names with underscores.
-        port: The port; a free one by default.
+        port: The port, which is not taken; a free one by default.
         flags: More of vLLM's arguments, as on a command line.
-
-    Raises:
-        ValueError: The port is taken.
     """
 
     def __init__(
@@ -217,10 +199,7 @@ class ServerProcess:
 
 
 def root_cause(log: str) -> str:
-    """Return why a server ended by its log: the exception that caused the others.
-
-    An exception that only says that something failed elsewhere is passed over.
-    """
+    """Return why a server ended by its log: the exception that caused others, and says more than that something did."""
     lines = [_LOG_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
     errors = [number for number, line in enumerate(lines) if _EXCEPTION.match(line) and _ENGINE_IS_DEAD not in line]
     telling = [number for number in errors if not _POINTS_ELSEWHERE.search(lines[number])] or errors

@@ -86,16 +86,19 @@ class VLLMServerGenerator(EngineGenerator):
         restarts: Annotated[int, Limit(ge=0, remedy="with 0, servers that end are left out")] = 3,
         ray: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(num_slots, adapters, server_args)
+        remedies = "raise server_args.max_model_len", "raise server_args.kv_cache_memory_bytes"
+        if urls:
+            larger = "start the servers with a larger"
+            remedies = f"{larger} --max-model-len", f"{larger} --kv-cache-memory-bytes"
+        super().__init__(num_slots, adapters, server_args, not urls and transfer == "full", remedies)
         self.abilities |= {"own_devices"}
-        given_urls, given_devices = urls or [], devices or []
-        if given_urls:
+        if urls:
             self.abilities -= {"policy_dtype"}  # who has started them has chosen it
-        if devices is not None and len(given_devices) != num_servers:
-            named = counted(len(given_devices), "server")
+        if devices is not None and len(devices) != num_servers:
+            named = counted(len(devices), "server")
             raise ValueError(f"devices names the GPUs of {named}, but num_servers is {num_servers}.")
-        if len(set(given_urls)) < len(given_urls):
-            raise ValueError(f"urls names a server twice: {', '.join(given_urls)}; name each once.")
+        if urls and len(set(urls)) < len(urls):
+            raise ValueError(f"urls names a server twice: {', '.join(urls)}; name each once.")
         if ray is not None:
             require("ray", "ray is given, but Ray is not installed; install lit_grpo[ray], or leave it out.")
         check_clashes(
@@ -139,7 +142,7 @@ class VLLMServerGenerator(EngineGenerator):
             ray=ray,
             restarts=restarts,
         )
-        self._pump: HttpReceiver | None = None
+        self._pump = HttpReceiver(self._fleet.loop)
         self._at: dict[EngineRequest, Server] = {}
         self._num_resumed = 0  # rollouts that were resumed on a restarted server since a completion ended
         self._num_due = 0.0  # the part of a step that tokens have come for, but no step was counted
@@ -160,9 +163,6 @@ class VLLMServerGenerator(EngineGenerator):
     def _score(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[list[float]]]:
         return self._fleet.score(sequences, self._salt)
 
-    def _keeps_base(self) -> bool:
-        return not (self._fleet.urls or self._fleet.sends_changes)
-
     def _lacks_base(self) -> bool:
         return self._fleet.lacks_base()
 
@@ -177,9 +177,7 @@ class VLLMServerGenerator(EngineGenerator):
     def close(self) -> None:
         """End what is in flight. The servers end with this object, or serve another ``start``."""
         super().close()
-        if self._pump is not None:
-            self._pump.close()
-            self._pump = None
+        self._pump.close()
         self._fleet.release()
 
     # ---- requests ---------------------------------------------------------------------------------
@@ -188,12 +186,6 @@ class VLLMServerGenerator(EngineGenerator):
         alive = self._fleet.alive
         block = max((server.block for server in alive), default=1)  # the largest where they differ
         return Room(self._fleet.context, [server.kv_tokens for server in alive], block)
-
-    def _more_room(self) -> tuple[str, str]:
-        if self._fleet.urls:
-            begin = "start the servers with a larger"
-            return f"{begin} --max-model-len", f"{begin} --kv-cache-memory-bytes"
-        return "raise server_args.max_model_len", "raise server_args.kv_cache_memory_bytes"
 
     def _ask(self, stream: EngineRequest) -> None:
         """Ask the server that has the least to do."""
@@ -208,18 +200,15 @@ class VLLMServerGenerator(EngineGenerator):
         server = self._at[stream] = min(free, key=lambda server: ahead[server])
         stream.engine = f"the vLLM server at {server.client.url}"
         assert stream.ticket is not None
-        self._pump = self._pump or HttpReceiver(self._fleet.loop)
         self._pump.begin(stream.ticket, server.client, stream.prompt, self._fields(stream, server.keyed), stream.salt)
 
     def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
         for stream in streams:
-            assert self._pump is not None
             self._at.pop(stream, None)
             self._pump.cancel(self._streams.take_ticket(stream))
 
     def _receive(self, events: StepEvents) -> None:
         """Wait for tokens and take all that have come; a GenerationError if no server is left to decode."""
-        assert self._pump is not None
         arrivals: list[Arrival] = []
         while not arrivals:
             arrivals = self._pump.arrivals(1.0)
@@ -248,15 +237,13 @@ class VLLMServerGenerator(EngineGenerator):
 
         It goes on there if only the connection broke. Otherwise the server is left out, and all its completions move,
         without the tokens of a server that sends what cannot be true.
-
-        Raises:
-            ValueError: The server refuses a prompt to which no server has added anything.
         """
         server = self._at[stream]
-        if error.kind == "refuses" and not stream.num_begun:
+        if error.kind == "refuses" and not stream.num_begun:  # no server has added anything to the prompt
             raise ValueError(str(error))
         is_false = error.kind in ("nonsense", "foreign", "refuses")
-        if stream.num_failures < _RETRIES and not (error.kind == "hung" or is_false) and server.is_well():
+        may_stay = stream.num_failures < _RETRIES and not (error.kind == "hung" or is_false)
+        if may_stay and server.client.answers() and server.client.is_ours():
             stream.num_failures += 1
             lost = [stream]
         else:
@@ -279,11 +266,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._send(each)
 
     def _resume_lost(self, lost: Sequence[EngineRequest], why: str) -> None:
-        """Send the weights again to servers that were started again, and ask these for all completions.
-
-        Raises:
-            GenerationError: There is no such server, or the policy has changed since it was sent.
-        """
+        """Send the weights again to servers that were started again, and ask these for all completions."""
         assert self._policy is not None
         self._withdraw(lost)
         self._num_resumed += 1

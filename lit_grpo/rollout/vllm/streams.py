@@ -88,16 +88,11 @@ class TextFeatures:
         rows = [self._rows(torch.tensor([prompt.token_ids]), np.zeros((1, 1))) for prompt in prompts]
         return [Observation([(prompt.prompt_id, prompt.visit) for prompt in prompts], 0, np.concatenate(rows))]
 
-    def reached(self, num_before: int, num_tokens: int) -> int | None:
-        """Return the last point that a completion has reached since it had ``num_before`` tokens."""
-        return next((point for point in sorted(self.points, reverse=True) if num_before < point <= num_tokens), None)
-
     def of_completions(self, streams: Sequence[EngineRequest], point: int) -> Observation:
         """Observe completions as they were at ``point`` sampled tokens."""
         first = [stream.first_sampled(point) for stream in streams]
-        rows = self._rows(
-            torch.tensor([token_ids for token_ids, _ in first]), np.array([logprobs for _, logprobs in first])
-        )
+        ids_BT, logprobs_BT = zip(*first, strict=True)
+        rows = self._rows(torch.tensor(ids_BT), np.array(logprobs_BT))
         return Observation([stream.request.key for stream in streams], point, rows)
 
     @torch.no_grad()
@@ -180,15 +175,14 @@ class EngineRequests:
     """The requests in flight, in the order in which they came, and what a step reports of them.
 
     Args:
-        policy: The policy whose tokenizer decodes texts, and whose embeddings are features for the prediction of
-            lengths.
+        policy: The policy whose tokenizer decodes texts, and whose embeddings are features of them.
     """
 
     def __init__(self, policy: PolicySpec | None = None) -> None:
         self._policy, self._tokenizer = policy, cast(Any, None if policy is None else policy.tokenizer)
         self.features = TextFeatures(policy)
         self._ends = frozenset(() if policy is None else policy.eos_ids)
-        self.vocab_size = 0 if policy is None else int(policy.config.get_text_config().vocab_size)
+        self._vocab_size = 0 if policy is None else int(policy.config.get_text_config().vocab_size)
         self._streams: dict[Key, EngineRequest] = {}
         self._asked: dict[int, EngineRequest] = {}
         self._reached: dict[int, list[EngineRequest]] = {}
@@ -230,30 +224,17 @@ class EngineRequests:
     def take(self, stream: EngineRequest, chunk: SampledChunk, version: int, events: StepEvents) -> FinishReason | None:
         """Add tokens that can be a completion's next; return why they end it, if they do.
 
-        A completion ends with its first end token, with the first token that completes a stop string, or with the last
-        token that the engine was asked for.
+        A completion ends with its first end token, with the first token that completes a stop string (also one that
+        began before the engine was asked), or with the last token that the engine was asked for.
 
         Raises:
-            NotAsAsked: The engine goes on where it should end, or ends where it should go on.
+            NotAsAsked: These can be no tokens, or the engine goes on where it should end, or ends where it should not.
         """
-        token_ids = chunk.token_ids
-        last = stream.token_ids[-1] if token_ids and len(stream.token_ids) > stream.num_begun else None
+        chunk.check(stream.num_left, self._vocab_size)
+        token_ids, before, sampled_before = chunk.token_ids, len(stream.token_ids), stream.num_sampled
+        last = stream.token_ids[-1] if token_ids and before > stream.num_begun else None
         if last in self._ends or not self._ends.isdisjoint(token_ids[:-1]):
             raise NotAsAsked(f"goes on after one of the end tokens {sorted(self._ends)}")
-        if self.extend(stream, chunk.token_ids, chunk.logprobs, version, events):
-            return "stop"
-        return None if chunk.finish_reason is None else self._checked_end(stream, chunk.finish_reason)
-
-    def extend(
-        self,
-        stream: EngineRequest,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        version: int,
-        events: StepEvents,
-    ) -> bool:
-        """Add tokens, up to the end of a stop string that began before the engine was asked; return if there is one."""
-        before, sampled_before = len(stream.token_ids), stream.num_sampled
         if not stream.engines or stream.engines[-1][1] != stream.engine:
             stream.engines = (*stream.engines, (before, stream.engine))
         stream.token_ids += token_ids
@@ -261,13 +242,14 @@ class EngineRequests:
         if end is not None:
             del stream.token_ids[end:]
         num_new = len(stream.token_ids) - before
-        stream.logprobs += logprobs[:num_new]
+        stream.logprobs += chunk.logprobs[:num_new]
         stream.versions += [version] * num_new
         events.num_tokens += num_new
-        point = self.features.reached(sampled_before, stream.num_sampled)
-        if point is not None:
-            self._reached.setdefault(point, []).append(stream)
-        return end is not None
+        if reached := [point for point in self.features.points if sampled_before < point <= stream.num_sampled]:
+            self._reached.setdefault(max(reached), []).append(stream)
+        if end is not None:
+            return "stop"
+        return None if chunk.finish_reason is None else self._checked_end(stream, chunk.finish_reason)
 
     def _checked_end(self, stream: EngineRequest, reason: str) -> FinishReason:
         """Return the reason for which an engine has ended a completion, if the tokens bear it out."""

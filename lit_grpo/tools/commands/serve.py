@@ -63,7 +63,7 @@ def _serve(options: argparse.Namespace, others: list[str]) -> str:
     if on_gpu := torch.cuda.is_available():
         given |= {"weight_transfer_config": {"backend": "nccl"}}
     policy = PolicySpec(load_policy(options.policy), load_tokenizer(options.policy))
-    plan = ServerPlan.of(policy, options.num_slots, given, on_gpu, flags=others)
+    plan = ServerPlan(policy, options.num_slots, given, on_gpu, flags=others)
     folder = PrivateFolder("lit_grpo_vllm_")
     policy.save_skeleton(folder.path)
     server = plan.start(folder.path, token, host=options.host, port=options.port)
@@ -85,11 +85,7 @@ def _serve(options: argparse.Namespace, others: list[str]) -> str:
 
 
 def _token(given: str) -> tuple[str, bool]:
-    """Return the server's token, and whether the user has set it.
-
-    Raises:
-        ValueError: The user's token is easy to guess, or cannot be sent.
-    """
+    """Return the server's token, and whether the user has set it, who may have set one that is easy to guess."""
     if given and (len(given) < _MIN_TOKEN or not given.isascii() or not given.isprintable() or " " in given):
         raise ValueError(
             f"LIT_GRPO_SERVER_TOKEN must be at least {_MIN_TOKEN} ASCII characters without spaces; take that of "

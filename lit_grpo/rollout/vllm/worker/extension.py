@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,13 +69,9 @@ class Receipt:
         """Return the digests of the policy's tensors as the model holds them, by the policy's names.
 
         Tensors that vLLM keeps in another form (packed for a CPU, quantized, in shards) are digested as they arrived.
-
-        Raises:
-            WeightSyncError: Parameters of the model were not among what arrived.
         """
         if self._held is not None:  # what was sent before, and has not changed since
-            kept = {name: Arrived(digest(each), each.shape, each.dtype) for name, each in self._held.items()}
-            self._arrived = kept
+            self._arrived = {name: Arrived(digest(each), each.shape, each.dtype) for name, each in self._held.items()}
         else:
             self._check_whole()
         if self._ties_head:
@@ -180,13 +177,7 @@ class WorkerExtension:
         return self.get_model().lora_manager.lora_config.max_lora_rank
 
     def adapter_digests(self, folder: str) -> dict[str, str]:
-        """Return the digests of the adapter's tensors that the layers decode with.
-
-        They go by their names in the adapter's ``folder``.
-
-        Raises:
-            WeightSyncError: The worker holds another adapter too, or none.
-        """
+        """Return the digests of the adapter's tensors that the layers decode with, by their names in its ``folder``."""
         model = self.get_model()
         manager = model.lora_manager
         held = manager.list_adapters()
@@ -212,14 +203,11 @@ def _leave_out_adapters_of_heads(model: Any) -> None:
     """
     for module in model.modules():
         if type(module).__name__ == "LogitsProcessorWithLoRA":
-            module._get_logits = _plain_logits(module.base_layer)
+            module._get_logits = partial(_plain_logits, module.base_layer)
 
 
-def _plain_logits(processor: Any) -> Callable[..., Any]:
-    def logits(hidden_states: torch.Tensor, head: Any, *args: Any, **options: Any) -> Any:
-        return processor._get_logits(hidden_states, getattr(head, "base_layer", head), *args, **options)
-
-    return logits
+def _plain_logits(processor: Any, hidden_states: torch.Tensor, head: Any, *args: Any, **options: Any) -> Any:
+    return processor._get_logits(hidden_states, getattr(head, "base_layer", head), *args, **options)
 
 
 # ---- random numbers -------------------------------------------------------------------------------------
@@ -228,8 +216,7 @@ def _plain_logits(processor: Any) -> Callable[..., Any]:
 class _SeededGenerator(torch.Generator):
     """A generator that is seeded before every draw.
 
-    vLLM sets a generator back after it has prefilled a part of a prompt. Here that has no effect, and on a CPU it would
-    fail.
+    vLLM sets a generator back after it has prefilled a part of a prompt, which is of no use here and fails on a CPU.
     """
 
     def get_offset(self) -> int:
