@@ -149,10 +149,10 @@ def save_tokenizer(folder: Path, **changes: str) -> str:
     return str(folder)
 
 
-def save_policy(folder: Path, **changes: Any) -> Path:
-    """Save a :func:`random_policy` with its tokenizer, and return the folder."""
+def save_policy(folder: Path, template: str | None = None, **changes: Any) -> Path:
+    """Save a :func:`random_policy` with its tokenizer, which may have a chat template; return the folder."""
     random_policy(**changes).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
+    save_tokenizer(folder, **{"chat_template": template} if template else {})
     return folder
 
 

@@ -105,6 +105,7 @@ class Forked(subprocess.Popen):
         unbuffered = words[1:2] == ["-u"]
         words = words[:1] + words[1 + unbuffered :]
         runs = len(words) > 1 and (words[1] == "-m" or words[1].endswith(".py"))
+        runs = runs or (words[1:2] == ["-c"] and not Forked.origin)
         if shell or pass_fds or words[:1] != [sys.executable] or not runs:
             return super()._execute_child(args, executable, preexec_fn, *others)  # pyright: ignore
         task = {

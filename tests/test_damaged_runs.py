@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import save_policy, table_rows
 from damaged_runs import DAMAGES, EVALUATED, REFUSED, RIGHT, TOLD
 from made_runs import make_run
 
@@ -35,8 +35,7 @@ OF_OTHERS = ("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptio
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with a file of each kind."""
     folder = make_run(tmp_path_factory.mktemp("runs") / "made", names=METRICS)
-    random_policy().save_pretrained(folder / "policy")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder / "policy")
+    save_policy(folder / "policy")
     told = yaml.safe_load((folder / "config.yaml").read_text()) | {"data": {"train": "rows", "validation": "held-out"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(told))
     (folder / "memory.json").write_text(json.dumps(MEMORY))

@@ -19,8 +19,6 @@ from lit_grpo.callbacks import ThroughputMonitor
 from lit_grpo.faults import Phases, StallWatch, forget_after
 from lit_grpo.update.objective.policy_loss import LossOutputs, policy_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
-
 
 def test_an_update_whose_loss_alone_is_not_finite_is_left_out(
     policy_folder: Path, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

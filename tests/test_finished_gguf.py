@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
+from conftest import save_policy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
@@ -195,8 +195,7 @@ def test_fields_of_the_tokenizer(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_characters_is_written_too(tmp_path: Path) -> None:
     folder, path = tmp_path / "policy", tmp_path / "model.gguf"
-    random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
+    save_policy(folder)
     write_gguf(folder, path, "f32", "a model")
     ours, theirs = load_tokenizer(str(folder)), load_tokenizer(str(path))
     for text in ("12 + 3 = a<eos>", "a b  c#*<pad>?", " "):

@@ -15,11 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forks
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import save_policy, table_rows
 from huggingface_hub import ModelCard, constants
 from made_runs import make_run
 from markdown_it import MarkdownIt
@@ -44,8 +45,7 @@ METRICS = ["reward", "val/pass@1", "frac_reward_zero_std", "advantages/max_abs",
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run of 40 updates without checkpoints, of a policy whose license is not known."""
-    random_policy().save_pretrained(tmp_path / "base")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path / "base")
+    save_policy(tmp_path / "base")
     folder = make_run(tmp_path / "runs" / "made", names=METRICS)
     shutil.copytree(tmp_path / "base", folder / "policy")
     told = yaml.safe_load((folder / "config.yaml").read_text())
@@ -433,8 +433,7 @@ def test_each_mistake_is_a_sentence_and_nothing_is_written(
 
 def test_a_family_that_gguf_has_no_writer_for_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(run / "policy")
-    random_policy(hybrid=True).save_pretrained(run / "policy")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(run / "policy")
+    save_policy(run / "policy", hybrid=True)
     said = refused(run, capsys=capsys)
     assert "The policy is of the family qwen3_5_text, which is not written as GGUF" in said
     assert not (run / "finished").exists()
@@ -462,7 +461,7 @@ def test_what_is_stopped_leaves_no_folder(number: signal.Signals, run: Path) -> 
         f"gguf_writer.gguf.GGUFWriter.write_tensor_data = lambda *_: os.kill(os.getpid(), {int(number)})\n"
         "command.main(sys.argv[1:])\n"
     )
-    code = subprocess.run([sys.executable, "-c", stops, str(run)], capture_output=True).returncode
+    code = forks.run([sys.executable, "-c", stops, str(run)], timeout=120).returncode
     left = [path for path in run.iterdir() if "finished" in path.name]
     if number == signal.SIGKILL:
         assert code == -number and len(left) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
+from conftest import random_policy, save_policy
 from hand_made import Batches, Checkpoints, make_module, make_trainer, random_groups
 from safetensors.torch import load_file, save_file
 
@@ -22,10 +22,6 @@ from lit_grpo.tools.commands.export import main as export
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 LORA = LoraSettings(r=1, target_modules=["q_proj"])
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -50,8 +46,7 @@ def trained(policy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 def saved_as(folder: Path, **changes: Any) -> Path:
-    random_policy(**changes).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder)
+    save_policy(folder, **changes)
     return folder
 
 

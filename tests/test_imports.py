@@ -66,6 +66,11 @@ def files() -> dict[str, Path]:
 
 
 MODULES = files()
+METHODS = sorted(
+    module
+    for module, path in MODULES.items()
+    if module.startswith("lit_grpo.methods.") and path.stem != "__init__" and ".shared." not in module
+)
 
 
 @cache
@@ -166,6 +171,20 @@ def test_a_public_function_says_what_it_does_unless_it_is_short_or_overrides_one
                 loaded = getattr(importlib.import_module(module.replace("callbacks", "lit_grpo.callbacks")), owner.name)
                 overrides = any(hasattr(base, node.name) for base in loaded.__mro__[1:])
                 assert overrides, f"{module}.{owner.name}.{node.name}"
+
+
+def test_a_docstring_begins_with_a_verb_or_with_what_it_is_of() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [(module, node) for module in MODULES for node in ast.walk(syntax(module)) if isinstance(node, kinds)]
+    first = [(module, (ast.get_docstring(node) or "").split("\n")[0]) for module, node in nodes]
+    wrong = [line for line in first if re.match(r"(?:What|Whether|How|Which|Who|When|Where)\b", line[1])]
+    assert wrong == []
+
+
+def test_no_file_imports_a_method() -> None:
+    """What several methods share is in ``lit_grpo.methods.shared``, which imports none either."""
+    users = [(module, name) for module in MODULES for name in imported(module) & {*METHODS}]
+    assert users == []
 
 
 def test_the_core_names_no_model_family() -> None:

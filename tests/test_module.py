@@ -53,8 +53,6 @@ from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.objective.tokens import Normalization
 from lit_grpo.update.step import Step
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
-
 NAN = math.nan
 MIXED = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 # A mixed group, a uniform one, one with missing rewards, one without any, and another mixed one.

@@ -37,8 +37,6 @@ from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
 from lit_grpo.update.objective.recipes import RECIPES
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
-
 NAN = math.nan
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.5, 0.5], [NAN, 1.0, 0.0, 0.5], [0.0, 0.3, 1.0, 0.2]]
 EVERYTHING: dict[str, Any] = {

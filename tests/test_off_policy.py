@@ -24,7 +24,6 @@ from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.tokens import StepTotals, Tokens, near_completions
 from lit_grpo.update.plugin import Batch
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 VCPO = Objective(
     "grpo",
     epsilon=1.0,

@@ -12,10 +12,6 @@ from hand_made import Batches, Checkpoints, make_module, make_trainer, random_gr
 
 from examples.galore import GaLore
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 SHAPES = [(24, 10), (10, 24), (16, 16), (10, 4), (12,)]
 

@@ -25,10 +25,6 @@ from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.plugin import TrainingRun
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`"),
-    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-]
 CPU = torch.device("cpu")
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.3, 0.1, 0.9, 0.0]]
 KL = Objective(kl=KLTerm(0.1))

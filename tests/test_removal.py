@@ -10,14 +10,9 @@ from pathlib import Path
 import forks
 import pytest
 from conftest import table_rows
-from test_imports import MODULES, imported
+from test_imports import METHODS, MODULES
 
 ROOT = Path(__file__).parents[1]
-METHODS = sorted(
-    module
-    for module, path in MODULES.items()
-    if module.startswith("lit_grpo.methods.") and path.stem != "__init__" and ".shared." not in module
-)
 LISTS = """
 import importlib, json, pkgutil, sys
 def tables():  # what can be named and built, by the file that has it
@@ -55,12 +50,6 @@ for name in ("callbacks", "module", "training", "cli.command_line", "tools.comma
     importlib.import_module(f"lit_grpo.{{name}}")
 print(json.dumps([lit_grpo.__file__, tables()]))
 """
-
-
-def test_no_file_imports_a_method() -> None:
-    """What several methods share is in ``lit_grpo.methods.shared``, which imports none either."""
-    users = [(module, name) for module in MODULES for name in imported(module) & {*METHODS}]
-    assert users == []
 
 
 def test_each_method_can_be_named_where_no_other_one_is_there() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
+from conftest import random_policy, save_policy, save_tokenizer
 from hand_made import meet, step_of
 from test_learner import make_learner, ragged_groups
 from torch import distributed
@@ -41,8 +41,7 @@ NUM_TOKENS = 2 + len("0123456789+-*=# abcdefghijklmnop?")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy whose chat template ends each message with <eos> and a line break."""
     folder = tmp_path_factory.mktemp("chat")
-    random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder, chat_template=CHAT)
+    save_policy(folder, template=CHAT)
     return folder
 
 

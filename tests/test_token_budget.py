@@ -26,7 +26,6 @@ from lit_grpo.update.objective.kl import KLTerm
 from lit_grpo.update.objective.objective import Objective
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5], [0.3, 0.1, 0.9, 0.0]]
 
 

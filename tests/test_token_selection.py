@@ -31,8 +31,6 @@ from lit_grpo.types import OBSERVED, Prompt, Rollout, RolloutGroup, SamplingPara
 from lit_grpo.update.batches.microbatch import least_tokens
 from lit_grpo.update.objective.objective import EntropyBonus, Objective
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
-
 SCHEDULE = D3S(4, tokens=0.9, first_keep=2, first_tokens=0.2)
 LOW, HIGH = 0.2, 0.28
 

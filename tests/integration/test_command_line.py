@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import save_policy, table_rows
 
 from lit_grpo import __version__
 from lit_grpo.__main__ import main as start
@@ -201,8 +201,7 @@ def test_a_checkpoint_is_exported_as_the_run_itself_exports_it(
 
 def another_policy(folder: Path) -> str:
     """A policy of the same sizes with other weights."""
-    random_policy(1).save_pretrained(folder / "other")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder / "other")
+    save_policy(folder / "other", seed=1)
     return str(folder / "other")
 
 
@@ -306,8 +305,7 @@ CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @pytest.mark.nightly
 def test_the_config_of_a_hybrid_runs_with_a_small_one_in_its_place(folder: Path) -> None:
-    cast(Any, random_policy(hybrid=True)).save_pretrained("hybrid")
-    save_tokenizer(Path("hybrid"), chat_template=CHAT)
+    save_policy(Path("hybrid"), template=CHAT, hybrid=True)
     rows = "".join(json.dumps({"question": f"{n}+1=", "answer": f"#### {n + 1}"}) + "\n" for n in range(4))
     Path("questions.jsonl").write_text(rows)
     shipped = CONFIGS / "gsm8k_qwen3.5_0.8b.yaml"

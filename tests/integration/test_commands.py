@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import random_policy, read_metrics, save_tokenizer, table_rows
+from conftest import read_metrics, save_policy, table_rows
 from test_docs import PAGES, ROOT, commands
 from test_from_trl import PLAIN
 from test_readme import block
@@ -107,8 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (place / name).write_text(block(name))
     shutil.copy(place / "my_prompts.jsonl", place / "my_heldout.jsonl")
     (place / "trl.yaml").write_text(yaml.safe_dump({**PLAIN, "max_steps": 3}))
-    random_policy(max_position_embeddings=2048).save_pretrained(place / "own_model")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(place / "own_model")
+    save_policy(place / "own_model", max_position_embeddings=2048)
     gc.collect()  # what other tests left must not be told as a command's warning
     with chdir(place):
         yield place

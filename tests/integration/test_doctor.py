@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import ALPHABET, random_policy, save_tokenizer, table_rows
+from conftest import ALPHABET, random_policy, save_policy, table_rows
 from test_readme import block
 
 from lit_grpo.module import GRPOModule
@@ -307,8 +307,7 @@ FAULTS = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a run in which all is well."""
     monkeypatch.chdir(tmp_path)
-    random_policy().save_pretrained(tmp_path / "policy")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path / "policy")
+    save_policy(tmp_path / "policy")
     rows = [{"prompt": f"{n}+{n + 1}=", "answer": str(2 * n + 1)} for n in range(24)]
     model = {"rewards": [{"function": "rewards.py:digits"}], "sampling": {"max_tokens": 96}}
     return write_task(

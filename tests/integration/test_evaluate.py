@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import random_policy, save_tokenizer
+from conftest import save_policy
 
 from lit_grpo.__main__ import start
 from lit_grpo.cli.command_line import GRPOCLI, cli_arguments, run
@@ -190,8 +190,7 @@ def test_rows_that_a_policy_cannot_be_asked_are_left_out_for_all(
     """Of two vocabularies one has a token for up to four characters: it reads a long prompt in fewer tokens."""
     rows = [{"prompt": "1+1="}, {"prompt": "1+1=" * 9}]
     for name in ("narrow", "wide"):
-        random_policy().save_pretrained(tmp_path / name)  # pyright: ignore[reportCallIssue]
-        save_tokenizer(tmp_path / name)
+        save_policy(tmp_path / name)
     file = tmp_path / "wide" / "tokenizer.json"
     written = json.loads(file.read_text())
     written["pre_tokenizer"]["pattern"] = {"Regex": ".{1,4}"}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import random_policy, save_tokenizer
+from conftest import save_policy
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -112,8 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     import huggingface_hub.constants
 
     folder, before = tmp_path_factory.mktemp("run"), Path.cwd()
-    random_policy().save_pretrained(folder / "policy")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder / "policy")
+    save_policy(folder / "policy")
     make_checkpoints(folder)
     (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     with pytest.MonkeyPatch.context() as monkeypatch:

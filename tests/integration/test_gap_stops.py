@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
+from conftest import save_policy
 from hand_made import make_module, make_trainer, sgd
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
@@ -19,15 +19,12 @@ from lit_grpo.update.metrics import LogprobGapError
 from lit_grpo.update.objective.corrections import Correction
 from lit_grpo.update.objective.objective import Objective
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
-
 Cause = Callable[[Any], None]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path)
+    save_policy(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+2="}\n{"prompt": "3+4="}\n')
     return tmp_path
 

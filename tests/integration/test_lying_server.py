@@ -29,8 +29,6 @@ from lit_grpo.update.metrics import LogprobGapError
 from tests.doubles.lying_server import CHUNK, Lie, Sampled, ScriptedServer, honest, serving
 
 pytest.importorskip("uvicorn", reason="what vLLM serves with is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore:.*but have no `val_dataloader`")
-
 END, STOP = 1, "7"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import random_policy, read_metrics, save_tokenizer, table_rows
+from conftest import read_metrics, save_policy, save_tokenizer, table_rows
 
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from tests.doubles.small_models import small_model
@@ -108,8 +108,7 @@ def test_a_hybrid_on_a_server_trains_on_the_log_probs_that_were_sampled(tmp_path
 @pytest.mark.nightly
 def test_a_hybrid_that_vllm_cannot_compute_here_is_refused_in_one_sentence(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    random_policy(hybrid=True, head_dim=32).save_pretrained(tmp_path / "policy")  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path / "policy")
+    save_policy(tmp_path / "policy", hybrid=True, head_dim=32)
     config = write_task(tmp_path, tmp_path / "policy", REWARD, model={"generator": OWN})
     run = fit(config, "--config", "config.yaml")
     refused = [line for line in run.stderr.splitlines() if line.startswith("error: ")]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
+from conftest import random_policy, save_policy
 from test_learner import make_learner
 from test_self_teaching import RIGHT, group_of, started
 from test_sft import data_of
@@ -41,8 +41,7 @@ SYSTEM = [{"role": "system", "content": "no ink"}]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path, chat_template=CHAT)
+    save_policy(tmp_path, template=CHAT)
     return tmp_path
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import random_policy, save_tokenizer
+from conftest import random_policy, save_policy
 from test_learner import make_learner
 from test_sft import sft
 
@@ -54,8 +54,7 @@ def trl_step(folder: Path, policy: Any, rows: list[dict[str, Any]]) -> tuple[Any
 
 @pytest.mark.parametrize("form", ["text", "chat"])
 def test_tokens_loss_and_gradient_are_those_of_trl(form: str, tmp_path: Path) -> None:
-    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(tmp_path, chat_template=CHAT)
+    save_policy(tmp_path, template=CHAT)
     if form == "text":
         theirs: list[dict[str, Any]] = [{"prompt": prompt, "completion": answer} for prompt, answer in ROWS]
     else:

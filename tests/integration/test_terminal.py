@@ -9,7 +9,7 @@ from typing import Any
 
 import forks
 import pytest
-from conftest import random_policy, save_tokenizer, table_rows
+from conftest import save_policy, table_rows
 from terminals import run_on_terminal
 
 TEMPLATE = "{% for turn in messages %}#{{ turn.content }}#{% endfor %}{% if add_generation_prompt %}a={% endif %}"
@@ -49,8 +49,7 @@ class Slow(SlotGenerator):
 def chat_folder(tmp_path: Path) -> Path:
     """A random policy whose tokenizer has a chat template."""
     folder = tmp_path / "chat"
-    random_policy().save_pretrained(folder)  # pyright: ignore[reportCallIssue]
-    save_tokenizer(folder, chat_template=TEMPLATE)
+    save_policy(folder, template=TEMPLATE)
     return folder
 
 
