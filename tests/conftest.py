@@ -8,11 +8,12 @@ import subprocess
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from chromium import launch
+
+if TYPE_CHECKING:  # what only deals out the files need not import it
+    import torch
 
 SLOWEST = (
     *("test_benchmarks", "test_real_model", "test_triton_code", "test_kill_and_resume", "test_ray"),
@@ -58,6 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,10 +71,12 @@ def _one_thread() -> Iterator[None]:
 def _one_parser() -> Iterator[None]:
     """Runs of this process share what the command line takes more than a second for.
 
-    These are the parsers of the four subcommands, and what jsonargparse finds out of classes and protocols.
+    These are the parsers of the four subcommands, what jsonargparse finds out of classes and protocols, and the speed
+    of this machine's products of matrices, which each run measures.
     """
     from jsonargparse import _typehints
 
+    from lit_grpo.callbacks import monitors
     from lit_grpo.cli.command_line import GRPOCLI
     from lit_grpo.cli.parsing.help import SHORT
 
@@ -90,13 +95,16 @@ def _one_parser() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(GRPOCLI, "setup_parser", setup_parser)
-        monkeypatch.setattr(_typehints, "implements_protocol", functools.cache(_typehints.implements_protocol))
+        for module, name in ((_typehints, "implements_protocol"), (monitors, "_peak_flops")):
+            monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))
         yield
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium without a window, that asks nobody for anything."""
+    from chromium import launch
+
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as started:
         opened = launch(started)
@@ -161,6 +169,7 @@ def random_policy(seed: int = 0, hybrid: bool = False, **changes: object) -> tor
 
     A ``hybrid`` is a Qwen3.5: two gated DeltaNets, which have recurrent states, then attention.
     """
+    import torch
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
     if hybrid:

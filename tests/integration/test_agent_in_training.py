@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import lightning.pytorch as pl
 import pytest
-from conftest import read_metrics
+from conftest import read_metrics, table_rows
 
 import lit_grpo
 from lit_grpo.plugins import Listener
@@ -157,7 +157,10 @@ class Hears(pl.Callback, Listener):
         self.completions.append(completion)
 
 
-@pytest.mark.parametrize(("agent", "credit"), [(solve, []), (async_solve, []), (earning, ["mt_grpo"])])
+@pytest.mark.parametrize(
+    ("agent", "credit"),
+    table_rows([(solve, []), (async_solve, []), (earning, ["mt_grpo"])], [(async_solve, []), (earning, ["mt_grpo"])]),
+)
 def test_an_agent_of_openais_client_trains_on_the_tokens_that_were_sampled(
     agent: Any, credit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy_folder: Path)
         model={"sampling": {"max_tokens": 16}},
         data={"validation": "held_out.jsonl", "batch_size": 3},
         checkpoint={"every_n_updates": 1},
-        rollout_timeline={"every_n_updates": 0},
     )
     return tmp_path
 

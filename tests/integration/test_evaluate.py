@@ -71,8 +71,8 @@ def test_the_figures_are_those_of_validate(tmp_path: Path) -> None:
 
 def test_a_run_is_compared_with_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run's config is taken; a checkpoint samples what the policy saved from it does."""
-    fit = ["fit", *DEMO, "--trainer.max_steps", "2", "--trainer.enable_progress_bar", "false", "--data.batch_size", "8"]
-    run([*fit, "--run.name", "short", "--validate_first", "false"])
+    fit = ["fit", *DEMO, "--trainer.max_steps", "2", "--trainer.enable_progress_bar", "false", "--data.batch_size", "4"]
+    run([*fit, "--model.num_generations", "4", "--run.name", "short", "--validate_first", "false"])
     main(["tiny", "runs/short/checkpoints/last.ckpt", "runs/short", "--samples", "2"])
     folder = tmp_path / "runs" / "short" / "evaluation"
     assert {path.name for path in folder.iterdir()} == {

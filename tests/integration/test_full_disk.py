@@ -51,7 +51,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory, policy_folder: Path) -> Path
         model={"sampling": {"max_tokens": 4}},
         checkpoint={"every_n_updates": 2},
         sample_logger={"every_n_updates": 0},
-        rollout_timeline={"every_n_updates": 0},  # pictures would not fit where a checkpoint still does
     )
     for name in ("runs", "kept"):
         (folder / name).mkdir()

@@ -25,7 +25,7 @@ from lit_grpo.training.run_folder import RunConfig
 
 pytestmark = pytest.mark.fuzz
 
-NUM_EXAMPLES = int(os.environ.get("LIT_GRPO_FUZZ", "25"))
+NUM_EXAMPLES = int(os.environ.get("LIT_GRPO_FUZZ", "15"))
 SETTINGS = settings(
     max_examples=NUM_EXAMPLES,
     derandomize=True,

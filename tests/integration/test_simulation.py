@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import random_policy
+from conftest import random_policy, table_rows
 
 from benchmarks.baseline_plans import FIXED_SLOT, MICRO_ROUNDS
 from benchmarks.rollouts import ForcedGenerator
@@ -46,10 +46,19 @@ def test_every_plan_takes_the_same_steps_as_with_a_model(policy_folder: Path, pl
     assert num_preempted > 0 or kv_tokens != 420 or plan not in ("fcfs", "sjf", "lpt")
 
 
-@pytest.mark.parametrize(("points", "kv_tokens"), [((8,), 420), ((40,), None), ((10, 30, 60), 420)])
-@pytest.mark.parametrize("plan", ["lpt", "infinite_sampling"])
+@pytest.mark.parametrize(
+    ("plan", "points", "kv_tokens"),
+    table_rows(
+        [
+            (plan, *cut)
+            for plan in ("lpt", "infinite_sampling")
+            for cut in (((8,), 420), ((40,), None), ((10, 30, 60), 420))
+        ],
+        [("lpt", (40,), None), ("infinite_sampling", (10, 30, 60), 420)],
+    ),
+)
 def test_probes_and_time_slices_take_the_same_steps_as_with_a_model(
-    policy_folder: Path, points: tuple[int, ...], plan: str, kv_tokens: int | None
+    policy_folder: Path, plan: str, points: tuple[int, ...], kv_tokens: int | None
 ) -> None:
     check(policy_folder, plan, kv_tokens, points)
 
