@@ -35,11 +35,13 @@ STANDS_FOR = {
 """What stands in the pages for something of the reader's, and what it is here."""
 SHORT = "--trainer.max_steps 1 --trainer.val_check_interval 1 --data.batch_size 1"
 SHORT += " --data.validation.init_args.num_rows 8"
+FIRST = "--validate_first false"
+FEW_ROWS = " ".join(f"--data.validation.init_args.sources.{name}.init_args.num_rows=8" for name in ("exact", "rough"))
 CONFIGS = {
     "own_task": ("own-task", "--trainer.max_steps 1 --data.batch_size 2 --rollout_timeline.every_n_updates 0"),
-    **{name: (name, SHORT) for name in ("arithmetic", "knights", "calculator", "catch", "budget")},
+    **{name: (name, f"{SHORT} {FIRST}") for name in ("arithmetic", "knights", "calculator", "catch", "budget")},
     "warm_start": ("warm_start", f"{SHORT} --trainer.max_steps 9"),
-    "mixture": ("mixture", "--trainer.max_steps 1 --data.batch_size 2 --validate_first false"),
+    "mixture": ("mixture", f"--trainer.max_steps 1 --data.batch_size 2 {FIRST} {FEW_ROWS}"),
     "runs/arithmetic/config": ("arithmetic", "--trainer.max_steps 2"),
 }
 """The run of a config, and what is added so that it takes a second or two."""
