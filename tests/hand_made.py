@@ -275,7 +275,6 @@ def differing(completion: str) -> float:
 
 
 def by_text() -> RewardSpec:
-    """The reward :func:`differing`."""
     return RewardSpec(f"{__file__}:differing")
 
 

@@ -221,8 +221,6 @@ def test_rows_that_a_curriculum_cannot_go_by_are_told(prompts: list[Prompt], sen
 
 @dataclass
 class Mine(Plugin):
-    """A user's own."""
-
     value: float = 2.0
 
     def prompt_chance(self, prompt: object, record: object, state: object) -> float:

@@ -26,7 +26,6 @@ SAMPLING = SamplingParams(max_tokens=24)
 
 
 def length(completion: str) -> float:
-    """A reward."""
     return float(len(completion))
 
 

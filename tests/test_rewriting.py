@@ -33,8 +33,6 @@ class EveryOther(Plugin):
 
 @dataclass
 class Unchanged(Plugin):
-    """Rewrites nothing."""
-
     def rewrite(self, prompt: Prompt, writer: TextWriter, longest: bool = False) -> Prompt:
         return prompt
 

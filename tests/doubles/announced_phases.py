@@ -14,10 +14,7 @@ MARK = "@"
 
 
 class _Announced(Phases):
-    """Phases that are said aloud."""
-
     def begin(self, name: str) -> None:
-        """Say which begins, on a line of its own."""
         super().begin(name)
         print(f"{MARK}{name}", flush=True)
 
@@ -43,7 +40,6 @@ class Counting:
     """An environment that answers each turn, after another time, with the number of characters so far."""
 
     def reset(self, **columns: Any) -> str:
-        """Begin at 0."""
         self.total, self.num_turns = 0, 0
         return " Count."
 
@@ -54,13 +50,10 @@ class Counting:
         return str(self.total) if self.num_turns < 4 else None
 
     def get_reward(self) -> float:
-        """Return the last digit of the count."""
         return float(self.total % 10)
 
     def state(self) -> dict[str, int]:
-        """Return what the episode needs to go on."""
         return dict(vars(self))
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on from a state."""
         vars(self).update(state)

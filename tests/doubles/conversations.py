@@ -123,16 +123,13 @@ class Talkative:
         return self._words()
 
     def respond(self, text: str) -> str | None:
-        """Answer as the user."""
         return self._next()
 
     def tell(self) -> str:
-        """Say something."""
         return self._next() or "."
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to say."""
         return self._left < 0
 
     def _next(self) -> str | None:
@@ -158,11 +155,9 @@ class Calling(Chat):
         return Turn(turn.content, turn.reasoning, calls)
 
     def opening(self, prompt: Prompt, text: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Note what an environment begins with."""
         return self._noted(super().opening(prompt, text, tools))
 
     def following(self, messages: Sequence[Message], last: int) -> list[int]:
-        """Note what follows a turn."""
         return self._noted(super().following(messages, last))
 
     def _noted(self, observed: list[int]) -> list[int]:
@@ -204,7 +199,6 @@ class Played:
 
     @property
     def groups(self) -> list[RolloutGroup]:
-        """All of them."""
         return [*self.alone, *self.siblings]
 
 

@@ -74,7 +74,6 @@ class Ledger:
     """Replays of graphs and waits, as they came."""
 
     def reset(self) -> None:
-        """Begin to count again."""
         self.launches = self.replays = 0
         self.noted.clear()
         self.order.clear()
@@ -310,7 +309,6 @@ class _Graph:
     tape: Sequence[Callable[[], None]] = ()
 
     def replay(self) -> None:
-        """Compute it once more."""
         self.ledger.launches += 1
         self.ledger.replays += 1
         self.ledger.order.append("replay")

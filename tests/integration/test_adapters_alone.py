@@ -42,8 +42,6 @@ def generator(forked_servers: None) -> Iterator[VLLMServerGenerator]:
 
 
 class Syncs(Callback):
-    """Keeps what was logged of each sync."""
-
     def __init__(self) -> None:
         self.logs: list[dict[str, float]] = []
 

@@ -148,8 +148,6 @@ def decoded(token_ids: Sequence[int]) -> str:
 
 
 class Hears(pl.Callback, Listener):
-    """Keeps what is trained on."""
-
     def __init__(self) -> None:
         self.completions: list[Completion] = []
 

@@ -54,7 +54,6 @@ def metrics(name: str) -> list[dict[str, str]]:
 
 
 def weights(name: str) -> dict[str, torch.Tensor]:
-    """Load a run's exported policy."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(f"runs/{name}/policy").state_dict()

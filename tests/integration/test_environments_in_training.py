@@ -68,7 +68,6 @@ class Game2048:
         return self._text()
 
     def get_reward(self) -> float:
-        """The score."""
         return float(self.score)
 
     def _merged(self, row: Sequence[int]) -> list[int]:
