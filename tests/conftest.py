@@ -84,7 +84,7 @@ def _one_parser() -> Iterator[None]:
     """
     from jsonargparse import _typehints
 
-    from lit_grpo.callbacks import monitors
+    from lit_grpo.callbacks import monitors  # pyright: ignore[reportAttributeAccessIssue]
     from lit_grpo.cli.command_line import GRPOCLI
     from lit_grpo.cli.parsing.help import SHORT
 
