@@ -9,6 +9,8 @@ import json
 import statistics
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -20,6 +22,7 @@ from benchmarks.update_work import Work
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.slots import binding
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import Prompt, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
@@ -82,6 +85,42 @@ def decode(gpu: Ledger, lora: bool) -> Counts:
         rollout()
     named: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "most": max}
     return {f"{name}, {of}": pick([each[name] for each in steps]) for name in steps[0] for of, pick in named.items()}
+
+
+def launches(mixed: bool, by_kernels: bool) -> Counts:
+    """Count a decode step's launches: in a graph for each layer and besides, and outside of the graph.
+
+    The vocabulary is large enough for sampling from blocks of tokens.
+    """
+    recorded = list[int]()
+    outside = 0.0
+    for layers in (2, 3):
+        with pretend_cuda() as gpu, ExitStack() as stack:
+            if not by_kernels:
+                stack.enter_context(mock.patch.object(binding, "layer_kernels", lambda shape: None))
+            policy: Any = random_qwen3(replace(SIZES, layers=layers, vocab_size=1100))
+            generator = SlotGenerator(8)
+            generator.start(PolicySpec((policy if mixed else policy.bfloat16()).to("cuda"), make_tokenizer()))
+            generator.load_weights(policy.named_parameters(), 0)
+            step, counts = generator.step, list[int]()
+
+            def counted(step: Any = step, counts: list[int] = counts, gpu: Ledger = gpu) -> Any:
+                gpu.reset()
+                events = step()
+                counts.append(gpu.launches)
+                return events
+
+            generator.step = counted  # pyright: ignore[reportAttributeAccessIssue]
+            with autocast() if mixed else nullcontext():
+                for _ in range(2):
+                    counts.clear()
+                    prompts, sampling = [Prompt("a", (3, 4, 5), "")], SamplingParams(max_tokens=12)
+                    RolloutLoop(generator).collect(prompts, 8, sampling, seed=0)
+            graphs: Any = generator._graphs
+            recorded.append(graphs._recordings[8].__self__.launches)
+            outside = statistics.median(counts) - 1
+    layer = recorded[1] - recorded[0]
+    return {"a layer": layer, "besides, in the graph": recorded[0] - 2 * layer, "outside of the graph": outside}
 
 
 def update(gpu: Ledger, lora: bool) -> Counts:
@@ -155,6 +194,9 @@ def main() -> None:
         for phase, count in (("decode", decode), ("update", update)):
             with pretend_cuda() as gpu:
                 counted[f"{phase}, {name}"] = count(gpu, lora)
+    for mixed, weights in (True, "bf16-mixed"), (False, "weights in place"):
+        for by_kernels, way in (True, "kernels"), (False, "operations"):
+            counted[f"launches, {weights}, {way}"] = launches(mixed, by_kernels)
     print(json.dumps(counted))
 
 

@@ -17,7 +17,6 @@ from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import binding
-from lit_grpo.rollout.slots import generator as generator_module
 from lit_grpo.types import SamplingParams
 from tests.doubles import pretend_cuda as pretended
 from tests.doubles.pretend_cuda import pretend_cuda
@@ -102,13 +101,16 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(kind: str
     assert looks.num_seen > 3
 
 
-def test_weights_in_bfloat16_decode_as_on_the_cpu(policy_folder: Path) -> None:
+def test_weights_in_bfloat16_decode_with_log_probs_of_the_models_forward(policy_folder: Path) -> None:
     policy: Any = random_policy()
-    expected, _ = sample(started(policy.bfloat16(), policy_folder))
     with pretend_cuda() as gpu:
-        actual, counts = sample(started(policy.to("cuda"), policy_folder), gpu)
-    assert off(actual, expected) < 0.1  # scores are computed in float32 on both, in another order
+        actual, counts = sample(started(policy.bfloat16().to("cuda"), policy_folder), gpu)
     assert set(counts.waits) == {1}
+    policy = random_policy().bfloat16()
+    for prompt, (ids, logprobs) in zip([each for each in PROMPTS for _ in range(2)], actual, strict=True):
+        logits_TV = policy(torch.tensor([[*prompt.token_ids, *ids]])).logits[0, len(prompt.token_ids) - 1 : -1].float()
+        expected_T = logits_TV.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected_T, atol=0.1, rtol=0)
 
 
 def test_heads_without_a_kernel_are_decoded_without_graphs_and_the_run_says_why(
@@ -117,8 +119,7 @@ def test_heads_without_a_kernel_are_decoded_without_graphs_and_the_run_says_why(
     policy: Any = random_policy()
     expected, _ = sample(started(policy, policy_folder))
     with pretend_cuda(), monkeypatch.context() as patch:
-        patch.setattr(binding, "row_attention", lambda shape: None)
-        patch.setattr(generator_module, "row_attention", lambda shape: None)
+        patch.setattr(binding, "_KERNEL_SIZES", (128,))
         with pytest.warns(UserWarning, match="decoded without CUDA graphs, .* no kernel attends with heads of"):
             generator = started(policy.to("cuda"), policy_folder)
         actual, _ = sample(generator)

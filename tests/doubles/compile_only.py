@@ -191,6 +191,10 @@ def _patch_triton(properties: Any, capability: tuple[int, int]) -> None:
             return 0
 
         @staticmethod
+        def get_current_stream(device: int) -> int:
+            return 0
+
+        @staticmethod
         def get_active_torch_device() -> torch.device:
             return torch.device("cuda", 0)
 

@@ -31,6 +31,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from lit_grpo.rollout.slots import binding
+from tests.doubles.layer_kernels import PlainKernels
 from tests.doubles.row_attention import attend_by_tables
 
 aten = torch.ops.aten
@@ -303,9 +305,10 @@ def _tensor_methods(mode: _Mode) -> dict[str, Any]:
 
 
 class _Graph:
-    """A CUDA graph: what was recorded, in its order."""
+    """A CUDA graph: what was recorded, in its order, and how many kernels that launches."""
 
     ledger: Ledger
+    launches: int = 0
     tape: Sequence[Callable[[], None]] = ()
 
     def replay(self) -> None:
@@ -352,10 +355,11 @@ class _Stream:
 def _cuda_functions(ledger: Ledger, free: int, total: int) -> dict[str, Any]:
     @contextmanager
     def graph(recorded: _Graph, pool: object = None, **_: object) -> Iterator[None]:
-        ledger.tape = []
+        ledger.tape, before = [], ledger.launches
         try:
             yield
         finally:
+            recorded.launches = ledger.launches - before
             recorded.ledger, recorded.tape, ledger.tape = ledger, ledger.tape, None
 
     def synchronize(*_: object) -> None:
@@ -465,7 +469,25 @@ def _row_attention(ledger: Ledger) -> Callable[..., Any]:
         if ledger.tape is not None:
             ledger.tape.append(run)
 
-    return lambda shape: attend if shape.device.type == "cuda" else None
+    return lambda shape: attend if binding._no_kernels(shape) is None else None
+
+
+def _layer_kernels(ledger: Ledger) -> Callable[..., Any]:
+    """Return what finds the kernels between the products of a layer: each is one launch, computed on the host."""
+
+    def launched(compute: Callable[..., Any], *args: Any) -> Any:
+        def run(*_: Any, **__: Any) -> Any:
+            with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+                return compute(*args)
+
+        result = run()
+        _put(result, "gpu")
+        ledger.launches += 1
+        if ledger.tape is not None:
+            ledger.tape.append(_again(run, (), {}, result))
+        return result
+
+    return lambda shape: PlainKernels(launched) if binding._no_kernels(shape) is None else None
 
 
 @contextmanager
@@ -476,7 +498,6 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         free_gib: Memory that the driver says is free.
         total_gib: Memory that it says there is.
     """
-    import lit_grpo.rollout.slots.binding as binding
     import lit_grpo.rollout.slots.generator as generator
     import lit_grpo.update.prefix.flex as flex
     import lit_grpo.update.prefix.sharing as sharing
@@ -493,7 +514,10 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         },
         torch.autograd: {"_engine_run_backward": _engine(mode, torch.autograd._engine_run_backward)},  # pyright: ignore
         torch._C: {"_group_tensors_by_device_and_dtype": _grouped(torch._C._group_tensors_by_device_and_dtype)},
-        binding: {"row_attention": _row_attention(ledger)},
+        binding: {
+            "find_spec": lambda name: name,  # Triton's kernels have stand-ins
+            **{"row_attention": _row_attention(ledger), "layer_kernels": _layer_kernels(ledger)},
+        },
         generator: {"row_attention": _row_attention(ledger)},
         flex: {"_compiled_mask": lambda: _uncompiled(ledger, flex.create_block_mask)},
         sharing: {"flex_prefix_attention": _dense_attention},

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CAST = ("weight", "bias")
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _LEAST_NUMBERS = 2**17
 """Below, oneDNN's call takes longer than its product saves: measured, with 8 to 64 rows."""
 _LEAST_ROWS = 2
@@ -58,7 +59,8 @@ class LoweredWeights(WeightCopies):
     """Copies of float32 weights of linear layers, frozen ones too, in the dtype that autocast computes in.
 
     Autocast would cast a weight wherever it is used, and decoding uses each of them for every token. Copies stay where
-    they are, so that recordings can read them.
+    they are, so that recordings can read them. On a GPU those of layers that take the same input lie next to one
+    another, so that one product can read them.
 
     Args:
         model: The policy that decodes.
@@ -67,10 +69,33 @@ class LoweredWeights(WeightCopies):
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        super().__init__(_linear_layers(model))
+        layers = dict.fromkeys(_linear_layers(model))
+        self._rooms = dict[tuple[torch.nn.Linear, str], torch.Tensor]()
+        for parent in model.modules():
+            for names in _SAME_INPUT:
+                group = [layer for name in names if (layer := getattr(parent, name, None)) in layers]
+                if len(group) == len(names) and all(layer.weight.is_cuda for layer in group):
+                    self._lay_out(group)
+        super().__init__([*layers])
 
+    def _lay_out(self, group: Sequence[torch.nn.Linear]) -> None:
+        """Make room for the copies of layers that take the same input, next to one another."""
+        for name in _CAST:
+            own = [(layer, weight) for layer in group if (weight := _weights(layer).get(name)) is not None]
+            if own:
+                size = (sum(len(weight) for _, weight in own), *own[0][1].shape[1:])
+                room = torch.empty(size, dtype=self.dtype, device=own[0][1].device)
+                parts = room.split([len(weight) for _, weight in own])
+                self._rooms |= {(layer, name): part for (layer, _), part in zip(own, parts, strict=True)}
+
+    @torch.no_grad()
     def _copy(self, layer: torch.nn.Linear) -> dict[str, torch.Tensor]:
-        return {name: own.detach().to(self.dtype) for name, own in _weights(layer).items()}
+        named = _weights(layer).items()
+        rooms = {name: self._rooms.get((layer, name)) for name, _ in named}
+        return {
+            name: own.detach().to(self.dtype) if (room := rooms[name]) is None else room.copy_(own)
+            for name, own in named
+        }
 
     @torch.no_grad()
     def refresh(self) -> None:
