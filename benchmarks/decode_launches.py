@@ -2,7 +2,8 @@
 
 Run by ``device_counts`` and by tests, in a process of its own: tensors are fake, so there are no weights and nothing is
 computed. Triton makes a binary of each kernel of its own with ``ptxas`` (``tests/doubles/compile_only.py``); operations
-of torch that are neither views nor allocations count as one launch each.
+of torch that are neither views nor allocations count as one launch each, and so does ``rms_norm``, of which torch's
+CUDA build has a kernel.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def _launches(policy: Any, case: LaunchCase, binaries: dict[str, dict[str, int]]
     from triton.runtime.jit import JITFunction, MockTensor
 
     from lit_grpo.policy.architecture.attention import AttentionCall, Sight
+    from lit_grpo.rollout.slots import forward
     from lit_grpo.rollout.slots.attention import KVLayer, KVShape
     from lit_grpo.rollout.slots.copies import LoweredWeights
     from lit_grpo.rollout.slots.forward import FusedDecoder
@@ -92,6 +94,13 @@ def _launches(policy: Any, case: LaunchCase, binaries: dict[str, dict[str, int]]
         figures = {"shared_bytes": made.metadata.shared, "binary_bytes": len(made.asm["cubin"])}
         binaries[f"{name} {kinds} {sorted(options.items())}"] = figures
         return made
+
+    def one_kernel(*arguments: Any) -> torch.Tensor:
+        before = found.copy()
+        normed = torch.nn.functional.rms_norm(*arguments)
+        found.clear()
+        found.update(before + Counter({"rms_norm": 1}))
+        return normed
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,6 +124,7 @@ def _launches(policy: Any, case: LaunchCase, binaries: dict[str, dict[str, int]]
             stack.enter_context(LoweredWeights(policy, lowered).in_place())
         decoder.tabulate(1024, decoder.embed(tokens))
         stack.enter_context(mock.patch.object(JITFunction, "run", compiled))
+        stack.enter_context(mock.patch.object(forward, "rms_norm", one_kernel))
         stack.enter_context(Counting())
         decoder(tokens, tokens, 1, tables)
     assert (decoder.kernels is None) == (kernels is None), "a kernel could not be compiled"

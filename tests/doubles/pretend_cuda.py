@@ -421,18 +421,18 @@ def _dense_attention(
     )
 
 
-def _uncompiled(ledger: Ledger, make_mask: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the maker of block masks that does without the compiler, and counts one kernel."""
+def _uncompiled(ledger: Ledger, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function, of block masks for example, that does without the compiler, and counts one kernel."""
 
-    def made(*args: Any, **options: Any) -> Any:
+    def computed(*args: Any, **options: Any) -> Any:
         ledger.launches += 1
         ledger.compiled = True
         try:
-            return make_mask(*args, **options)
+            return compute(*args, **options)
         finally:
             ledger.compiled = False
 
-    return made
+    return computed
 
 
 def _grouped(group: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
@@ -498,6 +498,7 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         free_gib: Memory that the driver says is free.
         total_gib: Memory that it says there is.
     """
+    import lit_grpo.rollout.slots.forward as forward
     import lit_grpo.rollout.slots.generator as generator
     import lit_grpo.update.prefix.flex as flex
     import lit_grpo.update.prefix.sharing as sharing
@@ -519,6 +520,7 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
             **{"row_attention": _row_attention(ledger), "layer_kernels": _layer_kernels(ledger)},
         },
         generator: {"row_attention": _row_attention(ledger)},
+        forward: {"rms_norm": _uncompiled(ledger, forward.rms_norm)},  # of which torch's CUDA build has a kernel
         flex: {"_compiled_mask": lambda: _uncompiled(ledger, flex.create_block_mask)},
         sharing: {"flex_prefix_attention": _dense_attention},
     }
