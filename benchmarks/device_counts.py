@@ -6,7 +6,7 @@ say nothing of the time that a kernel takes. A decode step is the median of a ro
 micro-batches are compared, so that what each adds can be told from what a step costs.
 
 Launches of a decode step are counted twice: of a recorded step of the small policy, and of Qwen3-1.7B's configuration
-compiled to binaries (``decode_launches``). The time of a step is *modelled* from them: the bytes that it reads over the
+compiled to binaries (``decode_launches``). The time of a step is *modeled* from them: the bytes that it reads over the
 memory's bandwidth, and 2.5 us a launch. Beside the H100's measured steps stands what the model says of them.
 """
 
@@ -65,8 +65,8 @@ def main(options: Options) -> int:
         if "kernels" in case:
             claims.append(Claim(f"{case}: a layer", figures["a layer"], "<=", 11 if "mixed" in case else 14))
     if binaries:
-        modelled, about_it = _modelled(binaries, now)
-        rows, claims = rows + modelled, claims + about_it
+        modeled, about_it = _modeled(binaries, now)
+        rows, claims = rows + modeled, claims + about_it
     return finish("device_counts", options, {"before": BEFORE, "precision": "bf16-mixed"}, rows, claims)
 
 
@@ -86,8 +86,8 @@ def _binaries(quick: bool) -> dict[str, dict[str, int]]:
     return cases
 
 
-def _modelled(binaries: dict[str, dict[str, int]], counts: Counts) -> tuple[list[Row], list[Claim]]:
-    """Return the modelled time of steps of Qwen3-1.7B's configuration, beside the H100's; and claims of 8 rows."""
+def _modeled(binaries: dict[str, dict[str, int]], counts: Counts) -> tuple[list[Row], list[Claim]]:
+    """Return the modeled time of steps of Qwen3-1.7B's configuration, beside the H100's; and claims of 8 rows."""
     gpu = json.loads(MEASURED.read_text())
     bytes_per_s = gpu["machine"]["copies_gb_per_s"] * 1e9
     sizes = QWEN3_1_7B
@@ -109,15 +109,15 @@ def _modelled(binaries: dict[str, dict[str, int]], counts: Counts) -> tuple[list
             before = step_ms("weights in place, operations", num_rows)
             for case in ("weights in place", "bf16-mixed"):
                 after = step_ms(f"{case}, kernels", num_rows)
-                row: Row = {"case": f"modelled step, {case}, {num_rows} rows", "what": "device ms"}
+                row: Row = {"case": f"modeled step, {case}, {num_rows} rows", "what": "device ms"}
                 row |= {"now": round(after, 3), "before": round(before, 3), "measured before": device_ms}
                 row |= {"error of the model": round(before / device_ms - 1, 3)}
                 row |= {"now, if the error stays": round(after * device_ms / before, 3)}
                 rows.append(row | {"share of the bandwidth": round(weights_ms / after, 3)})
     ms = step_ms("bf16-mixed, kernels", 8)
     return rows, [
-        Claim("modelled step of 8 rows, bf16-mixed: device ms", ms, "<=", MOST_MS),
-        Claim("modelled step of 8 rows, bf16-mixed: share of the bandwidth", weights_ms / ms, ">=", LEAST_SHARE),
+        Claim("modeled step of 8 rows, bf16-mixed: device ms", ms, "<=", MOST_MS),
+        Claim("modeled step of 8 rows, bf16-mixed: share of the bandwidth", weights_ms / ms, ">=", LEAST_SHARE),
     ]
 
 

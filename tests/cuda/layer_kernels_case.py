@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,17 +46,17 @@ def piecewise(dtype: torch.dtype, weights_in: torch.dtype) -> dict[str, float]:
             gaps[name] = max(gap, gaps.get(name, 0.0))
 
     for size in (64, 100):  # the second one is no power of two
-        norm = SimpleNamespace(weight=random(size, dtype=weights_in), eps=1e-6)
+        weight = random(size, dtype=weights_in)
         hidden = random(ROWS, size, dtype=weights_in)
-        compare("add_and_norm", hidden, random(ROWS, size), norm, dtype)
-        compare("add_and_norm first", hidden, None, norm, dtype)
+        compare("add_and_norm", hidden, random(ROWS, size), weight, 1e-6, dtype)
+        compare("add_and_norm first", hidden, None, weight, 1e-6, dtype)
     query, key, _ = random(ROWS, 7 * 16).split([64, 32, 16], -1)  # of one matrix
     angles = torch.outer(torch.arange(50), torch.rand(8, generator=numbers)).repeat(1, 2)
     sine = torch.cat([-angles[:, :8].sin(), angles[:, 8:].sin()], -1)
     tables = (angles.cos().to(weights_in), sine.to(weights_in))
-    norms = [SimpleNamespace(weight=random(16, dtype=weights_in), eps=1e-5) for _ in range(2)]
-    for kind, of in ("", SimpleNamespace(query=norms[0], key=norms[1])), (" plain", None):
-        compare("norm_and_rotate" + kind, query, key, of, tables, torch.tensor([0, 49, 7]), dtype)
+    norms = (*(random(16, dtype=weights_in) for _ in range(2)), 1e-5)
+    for kind, given in ("", norms), (" plain", None):
+        compare("norm_and_rotate" + kind, query, key, given, tables, torch.tensor([0, 49, 7]), dtype)
     both = random(ROWS, 2 * 1100, dtype=dtype) * 20
     compare("silu_and_multiply", *both.split(1100, -1))
     return gaps
@@ -99,8 +98,8 @@ def decoded(family: str) -> dict[str, list[float]]:
 
 def main() -> None:
     """Print one of the two."""
-    dtype, weights_in = (getattr(torch, name) for name in sys.argv[2:4]) if len(sys.argv) > 3 else (None, None)
-    print(json.dumps(decoded(sys.argv[2]) if sys.argv[1] == "decoded" else piecewise(dtype, weights_in)))
+    what, *names = sys.argv[1:]
+    print(json.dumps(decoded(*names) if what == "decoded" else piecewise(*(getattr(torch, name) for name in names))))
 
 
 if __name__ == "__main__":

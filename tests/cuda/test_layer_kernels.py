@@ -21,7 +21,7 @@ from benchmarks.decode_launches import LaunchCase
 from benchmarks.processes import measured
 from lit_grpo.rollout.slots import binding
 from lit_grpo.rollout.slots.copies import LoweredWeights
-from lit_grpo.rollout.slots.forward import Projections
+from lit_grpo.rollout.slots.forward import together
 from tests.doubles.compile_only import SHARED_MEMORY
 from tests.doubles.layer_kernels import PlainKernels
 from tests.doubles.pretend_cuda import pretend_cuda
@@ -76,30 +76,29 @@ def test_copies_of_layers_with_one_input_are_one_matrix_that_is_refreshed_in_pla
     with pretend_cuda() as gpu, torch.no_grad():
         layer = model.to("cuda").model.layers[0]
         lowered = LoweredWeights(model, torch.bfloat16)
-        for names in ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"):
-            parent = layer.mlp if "gate_proj" in names else layer.self_attn
-            own = Projections(*(getattr(parent, name) for name in names))
+        for parent, names in (layer.self_attn, ("q_proj", "k_proj", "v_proj")), (layer.mlp, ("gate_proj", "up_proj")):
+            modules, places = [getattr(parent, name) for name in names], set[int]()
             hidden = torch.randn(3, 32, device="cuda", dtype=torch.bfloat16)
             for factor in (1.0, 1.5):
                 for weight in parent.parameters():
                     weight.mul_(factor)
                 lowered.refresh()
+                gpu.reset()
                 with lowered.in_place():
-                    expected = own(hidden)
-                    gpu.reset()
-                    actual = own.together(hidden)
-                    assert gpu.launches == 1
-                for one, other in zip(actual, expected, strict=True):
-                    torch.testing.assert_close(one.cpu(), other.cpu(), rtol=1e-2, atol=1e-3)
-            with pytest.raises(RuntimeError):  # without the copies the input is of another dtype, in separate products
-                own.together(hidden)
+                    actual = together(hidden, *modules)
+                    places.add(modules[0].weight.data_ptr())
+                assert gpu.launches == 1
+                for module, found in zip(modules, actual, strict=True):
+                    expected = module(hidden.float()).cpu()
+                    torch.testing.assert_close(found.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+            assert len(places) == 1
 
 
-def test_weights_of_separate_storages_are_read_in_place_by_products_of_their_own() -> None:
-    layer = make("Qwen2").model.layers[0].self_attn
-    own, hidden = Projections(layer.q_proj, layer.k_proj, layer.v_proj), torch.randn(3, 32)
-    for one, other in zip(own.together(hidden), own(hidden), strict=True):
-        assert torch.equal(one, other)
+def test_weights_that_lie_apart_are_read_in_place_by_products_of_their_own() -> None:
+    layer, hidden = make("Qwen2").model.layers[0].self_attn, torch.randn(3, 32)
+    modules = [layer.q_proj, layer.k_proj, layer.v_proj]
+    for module, found in zip(modules, together(hidden, *modules), strict=True):
+        assert torch.equal(found, module(hidden))
 
 
 # ---- runs without the kernels -----------------------------------------------------------------------------
@@ -176,7 +175,7 @@ def _no_triton(patch: pytest.MonkeyPatch) -> None:
     ("spoil", "said"),
     [
         (_old_card, "Triton needs a GPU of compute capability 8.0, and this one has 7.5"),
-        (_no_triton, "Triton is not installed"),
+        (_no_triton, "Triton is not installed for it"),
     ],
 )
 def test_a_gpu_without_triton_decodes_without_graphs_and_the_run_says_why(

@@ -14,12 +14,11 @@ class PlainKernels:
     def __init__(self, launched: Callable[..., Any] | None = None) -> None:
         self._launched = launched or (lambda compute, *arguments: compute(*arguments))
 
-    def add_and_norm(self, hidden: torch.Tensor, added: torch.Tensor | None, norm: Any, dtype: torch.dtype) -> Any:
-        return self._launched(_add_and_norm, hidden, added, norm.weight, norm.eps, dtype)
+    def add_and_norm(self, *arguments: Any) -> Any:
+        return self._launched(_add_and_norm, *arguments)
 
     def norm_and_rotate(self, query: Any, key: Any, norms: Any, tables: Any, positions: Any, dtype: Any) -> Any:
-        weights = None if norms is None else (norms.query.weight, norms.key.weight, norms.query.eps)
-        return self._launched(_norm_and_rotate, query, key, weights, *tables, positions, dtype)
+        return self._launched(_norm_and_rotate, query, key, norms, *tables, positions, dtype)
 
     def silu_and_multiply(self, gate: torch.Tensor, up: torch.Tensor) -> Any:
         return self._launched(_silu_and_multiply, gate, up)

@@ -39,6 +39,9 @@ class WeightCopies:
     @torch.no_grad()
     def refresh(self) -> None:
         self._copies = [self._copy(layer) for layer in self.layers]
+        self._list_places()
+
+    def _list_places(self) -> None:
         pairs = [(_parameters(layer), copies) for layer, copies in zip(self.layers, self._copies, strict=True)]
         self._places = [(own, name, copy) for own, copies in pairs for name, copy in copies.items()]  # read every step
 
@@ -69,33 +72,21 @@ class LoweredWeights(WeightCopies):
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        layers = dict.fromkeys(_linear_layers(model))
-        self._rooms = dict[tuple[torch.nn.Linear, str], torch.Tensor]()
+        super().__init__(_linear_layers(model))
+        copies_of = dict[Any, dict[str, torch.Tensor]](zip(self.layers, self._copies, strict=True))
         for parent in model.modules():
             for names in _SAME_INPUT:
-                group = [layer for name in names if (layer := getattr(parent, name, None)) in layers]
-                if len(group) == len(names) and all(layer.weight.is_cuda for layer in group):
-                    self._lay_out(group)
-        super().__init__([*layers])
+                group = [copies_of.get(getattr(parent, name, None), {}) for name in names]
+                for kind in _CAST:
+                    if all(kind in each and each[kind].is_cuda for each in group):
+                        copies = [each[kind] for each in group]
+                        parts = torch.cat(copies).split([*map(len, copies)])
+                        for each, part in zip(group, parts, strict=True):
+                            each[kind] = part
+        self._list_places()
 
-    def _lay_out(self, group: Sequence[torch.nn.Linear]) -> None:
-        """Make room for the copies of layers that take the same input, next to one another."""
-        for name in _CAST:
-            own = [(layer, weight) for layer in group if (weight := _weights(layer).get(name)) is not None]
-            if own:
-                size = (sum(len(weight) for _, weight in own), *own[0][1].shape[1:])
-                room = torch.empty(size, dtype=self.dtype, device=own[0][1].device)
-                parts = room.split([len(weight) for _, weight in own])
-                self._rooms |= {(layer, name): part for (layer, _), part in zip(own, parts, strict=True)}
-
-    @torch.no_grad()
     def _copy(self, layer: torch.nn.Linear) -> dict[str, torch.Tensor]:
-        named = _weights(layer).items()
-        rooms = {name: self._rooms.get((layer, name)) for name, _ in named}
-        return {
-            name: own.detach().to(self.dtype) if (room := rooms[name]) is None else room.copy_(own)
-            for name, own in named
-        }
+        return {name: own.detach().to(self.dtype) for name, own in _weights(layer).items()}
 
     @torch.no_grad()
     def refresh(self) -> None:

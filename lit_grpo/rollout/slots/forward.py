@@ -177,93 +177,6 @@ def decode_by_model(
     return hidden_B1D[:, 0]
 
 
-class RMSNorm:
-    """An RMS norm as one operation.
-
-    Raises:
-        ValueError: ``module``, which is tried on a few numbers, is any other norm.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self.eps = eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        refusal = ValueError(f"norms of type {type(module).__name__}")
-        if (weight := self.weight).dim() != 1 or not isinstance(eps, float):
-            raise refusal
-        numbers = torch.linspace(-3, 3, 3 * len(weight), dtype=weight.dtype, device=weight.device).reshape(3, -1)
-        with torch.no_grad():
-            if not torch.allclose(module(numbers), self(numbers), rtol=1e-2, atol=1e-5):
-                raise refusal
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self._module.weight
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-
-
-class HeadNorms:
-    """The norms of a layer's query and key heads, which have a weight each.
-
-    Raises:
-        ValueError: They differ in more than that, or go over all heads.
-    """
-
-    def __init__(self, attention: Any) -> None:
-        self.query, self.key = RMSNorm(attention.q_norm), RMSNorm(attention.k_norm)
-        self._num_queries = attention.q_proj.out_features // attention.head_dim
-        self._num_keys = attention.k_proj.out_features // attention.head_dim
-        if self.query.eps != self.key.eps or self.query.weight.shape != (attention.head_dim,):
-            raise ValueError("norms of query and key heads that differ, or go over all heads")
-
-    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        query, key = self.query.weight, self.key.weight
-        weights = torch.cat([query.expand(self._num_queries, -1), key.expand(self._num_keys, -1)])
-        return rms_norm(heads, query.shape, None, self.query.eps) * weights
-
-
-class Projections:
-    """Linear layers that take the same input.
-
-    A plain layer is computed without the module's call; anything else (an adapter, say) is called.
-    """
-
-    def __init__(self, *modules: Any) -> None:
-        self._modules = modules
-        self._are_plain = all(type(module) is torch.nn.Linear for module in modules)
-
-    def __call__(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """Return what each layer makes of the input."""
-        return [
-            linear(hidden, each.weight, each.bias) if type(each) is torch.nn.Linear else each(hidden)
-            for each in self._modules
-        ]
-
-    def together(self, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the same, by one product if the weights lie next to one another in memory."""
-        weight = _joined([each.weight for each in self._modules]) if self._are_plain else None
-        if weight is None:
-            return self(hidden)
-        biases = [each.bias for each in self._modules if each.bias is not None]
-        bias = _joined(biases) if biases else None
-        if biases and (bias is None or len(biases) < len(self._modules)):
-            return self(hidden)
-        return linear(hidden, weight, bias).split([len(each.weight) for each in self._modules], -1)
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return tensors that lie next to one another in one storage as one, along the first axis; None if they do not."""
-    first = tensors[0]
-    storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
-    for tensor in tensors:
-        is_next = tensor.untyped_storage().data_ptr() == storage and tensor.storage_offset() == end
-        if not is_next or not tensor.is_contiguous() or tensor.dtype != first.dtype:
-            return None
-        end += tensor.numel()
-    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
-
-
 class LayerOperations:
     """The operations of one layer.
 
@@ -283,15 +196,85 @@ class LayerOperations:
         if unknown := {name for name, _ in layer.named_children()} - known:
             raise ValueError(f"layers with {sorted(unknown)}")
         self.scaling, self.sight = scaling, sight
-        self.attention_norm = RMSNorm(layer.input_layernorm)
-        self.mlp_norm = RMSNorm(layer.post_attention_layernorm)
-        self.heads = Projections(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.output = Projections(attention.o_proj)
-        self.head_norms = HeadNorms(attention) if hasattr(attention, "q_norm") else None
-        self.gate_and_up, self.down = Projections(mlp.gate_proj, mlp.up_proj), Projections(mlp.down_proj)
+        self.attention_norm = norm_operation(layer.input_layernorm)
+        self.mlp_norm = norm_operation(layer.post_attention_layernorm)
+        self.query, self.key, self.value, self.output = (
+            _linear(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        )
+        self.head_norm = _head_norm(attention) if hasattr(attention, "q_norm") else lambda heads: heads
+        self.gate, self.up, self.down = _linear(mlp.gate_proj), _linear(mlp.up_proj), _linear(mlp.down_proj)
         self.activation: Operation = mlp.act_fn
-        numbers = torch.linspace(-9, 9, 99, dtype=torch.float32, device=self.mlp_norm.weight.device)
+        self.layer, self.eps = layer, _epsilon(layer.input_layernorm)
+        self.mlp_eps = _epsilon(layer.post_attention_layernorm)
+        self.head_eps = _epsilon(attention.q_norm) if hasattr(attention, "q_norm") else None
+        numbers = torch.linspace(-9, 9, 99, dtype=torch.float32, device=layer.input_layernorm.weight.device)
         self.has_silu = torch.allclose(self.activation(numbers), silu(numbers))
+
+
+def _linear(module: Any) -> Operation:
+    """A plain linear layer without the module's call; anything else (an adapter, say) is called."""
+    if type(module) is not torch.nn.Linear:
+        return module
+    return lambda hidden: linear(hidden, module.weight, module.bias)
+
+
+def together(hidden: torch.Tensor, *modules: Any) -> Sequence[torch.Tensor]:
+    """Return what linear layers make of one input: by one product where their weights lie next to one another."""
+    plain = [module for module in modules if type(module) is torch.nn.Linear]
+    weights, biases = [each.weight for each in plain], [each.bias for each in plain if each.bias is not None]
+    weight, bias = _joined(weights), _joined(biases)
+    if weight is None or len(plain) < len(modules) or (biases and (bias is None or len(biases) < len(plain))):
+        return [_linear(module)(hidden) for module in modules]
+    return linear(hidden, weight, bias).split([*map(len, weights)], -1)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors that lie next to one another in one storage as one, along the first axis; None if they do not."""
+    if not tensors:
+        return None
+    first = tensors[0]
+    storage, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        is_next = tensor.untyped_storage().data_ptr() == storage and tensor.storage_offset() == end
+        if not is_next or not tensor.is_contiguous() or tensor.dtype != first.dtype:
+            return None
+        end += tensor.numel()
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
+
+
+def _head_norm(attention: Any) -> Operation:
+    """The norms of query and key heads, which have a weight each."""
+    eps = _epsilon(attention.q_norm)
+    query_weight, key_weight = attention.q_norm.weight, attention.k_norm.weight
+    num_queries = attention.q_proj.out_features // attention.head_dim
+    num_keys = attention.k_proj.out_features // attention.head_dim
+    if eps != _epsilon(attention.k_norm) or query_weight.shape != (attention.head_dim,):
+        raise ValueError("norms of query and key heads that differ, or go over all heads")
+
+    def head_norm(heads: torch.Tensor) -> torch.Tensor:
+        weights = torch.cat([query_weight.expand(num_queries, -1), key_weight.expand(num_keys, -1)])
+        return rms_norm(heads, query_weight.shape, None, eps) * weights
+
+    return head_norm
+
+
+def norm_operation(module: Any) -> Operation:
+    """Return an RMS norm as one operation; ``ValueError`` for any other norm."""
+    eps = _epsilon(module)
+    return lambda hidden: rms_norm(hidden, module.weight.shape, module.weight, eps)
+
+
+def _epsilon(module: Any) -> float:
+    """The epsilon of an RMS norm, which is tried on a few numbers first."""
+    weight, eps = module.weight, getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight.dim() != 1 or not isinstance(eps, float):
+        raise ValueError(f"norms of type {type(module).__name__}")
+    size = weight.shape
+    numbers = torch.linspace(-3, 3, 3 * size[0], dtype=weight.dtype, device=weight.device).reshape(3, -1)
+    with torch.no_grad():
+        if not torch.allclose(module(numbers), rms_norm(numbers, size, weight, eps), rtol=1e-2, atol=1e-5):
+            raise ValueError(f"norms of type {type(module).__name__}")
+    return eps
 
 
 class FusedDecoder:
@@ -299,7 +282,7 @@ class FusedDecoder:
 
     ``embed`` takes tokens to what goes into the first layer, ``norm`` what the last layer returns to the last hidden
     states; ``tables`` are cosine and sine of all positions tabulated so far, shape (positions, head size).
-    ``kernels`` compute what lies between the products of a layer; None is by operations of torch.
+    ``kernels`` compute what lies between the products of a layer; without them operations of torch do.
 
     Args:
         model: The policy that decodes.
@@ -315,15 +298,14 @@ class FusedDecoder:
         self, model: PreTrainedModel, calls: Sequence[AttentionCall], kernels: LayerKernels | None = None
     ) -> None:
         decoder: Any = decoder_of(model)
+        self.kernels, self._name, self._compiled = kernels, type(model).__name__, set[torch.dtype]()
         config = model.config.get_text_config()
         rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope_type not in _ROPE_TYPES:
             raise ValueError(f"rope type {rope_type}")
         self.embed: Operation = decoder.embed_tokens
-        self.kernels = kernels
-        self._name, self._compiled = type(model).__name__, set[torch.dtype]()
         self._rotary = decoder.rotary_emb
-        self.norm = RMSNorm(decoder.norm)
+        self.norm, self._last_norm, self._eps = norm_operation(decoder.norm), decoder.norm, _epsilon(decoder.norm)
         sizes = {(call.num_heads, call.num_kv_heads, call.key_size, call.value_size) for call in calls}
         if len(sizes) > 1 or any(call.cap is not None or call.has_sinks for call in calls):
             raise ValueError("heads that differ by layer, capped scores or attention sinks")
@@ -340,81 +322,67 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """Return the hidden states of ``tokens_B`` at ``positions_B``, shape (rows, hidden size).
 
-        No position is larger than ``longest``. If the kernels cannot be compiled, the run is told in one line, and
-        goes on with operations of torch.
+        No position is larger than ``longest``. Where kernels cannot be compiled, the run is told in one line, and goes
+        on without them.
         """
         hidden = self.embed(tokens_B)
         self.tabulate(longest + 1, hidden)
-        lowered = compute_dtype(hidden.device, hidden.dtype)  # cast once what several linear layers would cast each
         if self.kernels is not None:
-            began = time.perf_counter()
+            began, dtype = time.perf_counter(), compute_dtype(hidden.device, hidden.dtype)
             try:
-                final = self.by_kernels(self.kernels, hidden, positions_B, cache, lowered)
-            except (
-                Exception
-            ) as error:  # compilers raise errors of many kinds; torch's operations raise the others again
+                final = self._by_kernels(self.kernels, hidden, positions_B, cache)
+            except Exception as error:  # compilers raise many kinds; an error of something else comes again below
                 raise_device_failure(error)
-                self.use_operations(error_text(error))
+                self.drop_kernels(error_text(error))
             else:
-                if lowered not in self._compiled and Ranks().rank == 0:
-                    say(_BY_KERNELS.format(self._name, lowered, time.perf_counter() - began))
-                self._compiled.add(lowered)
+                if dtype not in self._compiled and Ranks().rank == 0:
+                    say(_BY_KERNELS.format(self._name, dtype, time.perf_counter() - began))
+                self._compiled.add(dtype)
                 return final
-        return self.by_operations(hidden, positions_B, cache, lowered)
-
-    def use_operations(self, why: str) -> None:
-        """Compute by torch's operations from now on; the run is told why."""
-        self.kernels = None
-        Ranks().warn(_BY_OPERATIONS.format(self._name, why))
-
-    def by_operations(
-        self, hidden: torch.Tensor, positions_B: torch.Tensor, cache: Attention, lowered: torch.dtype
-    ) -> torch.Tensor:
-        """Compute the layers from embedded tokens, which are overwritten, by operations of torch."""
         cos, sin = self.tables
         cos, sin = cos.index_select(0, positions_B)[:, None], sin.index_select(0, positions_B)[:, None]
         rows, size = len(hidden), self._head_size
+        lowered = compute_dtype(hidden.device, hidden.dtype)  # cast once what several linear layers would cast each
         for layer, own in enumerate(self._layers):
-            query, key, value = own.heads(own.attention_norm(hidden).to(lowered))
+            normed = own.attention_norm(hidden).to(lowered)
             # Query and key heads, one after another, are normed and rotated together.
-            heads = torch.cat([query, key], -1).view(rows, -1, size)
-            heads = heads if own.head_norms is None else own.head_norms(heads)
-            heads = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin).to(value.dtype)
-            hidden.add_(*own.output(self._attended(own, layer, heads, value, cache)))
-            gate, up = own.gate_and_up(own.mlp_norm(hidden).to(lowered))
-            hidden.add_(*own.down(own.activation(gate).mul_(up)))
+            heads = own.head_norm(torch.cat([own.query(normed), own.key(normed)], -1).view(rows, -1, size))
+            heads = torch.addcmul(heads * cos, heads.roll(size // 2, -1), sin)
+            value = own.value(normed).view(rows, -1, size)
+            heads, num_queries = heads.to(value.dtype), heads.shape[1] - value.shape[1]
+            query, key = heads[:, :num_queries, None], heads[:, num_queries:, None]
+            inputs = AttentionInputs(query, key, value[:, :, None], own.scaling, own.sight)
+            hidden.add_(own.output(cache.attend(layer, inputs).reshape(rows, -1)))
+            normed = own.mlp_norm(hidden).to(lowered)
+            hidden.add_(own.down(own.activation(own.gate(normed)).mul_(own.up(normed))))
         return self.norm(hidden)
 
-    def by_kernels(
-        self,
-        kernels: LayerKernels,
-        hidden: torch.Tensor,
-        positions_B: torch.Tensor,
-        cache: Attention,
-        lowered: torch.dtype,
-    ) -> torch.Tensor:
-        """Compute the same by kernels: one between a product and the next."""
-        added: torch.Tensor | None = None
-        for layer, own in enumerate(self._layers):
-            hidden, normed = kernels.add_and_norm(hidden, added, own.attention_norm, lowered)
-            query, key, value = own.heads.together(normed)
-            heads = kernels.norm_and_rotate(query, key, own.head_norms, self.tables, positions_B, value.dtype)
-            (added,) = own.output(self._attended(own, layer, heads, value, cache))
-            hidden, normed = kernels.add_and_norm(hidden, added, own.mlp_norm, lowered)
-            gate, up = own.gate_and_up.together(normed)
-            mixed = kernels.silu_and_multiply(gate, up) if own.has_silu else own.activation(gate).mul_(up)
-            (added,) = own.down(mixed)
-        return kernels.add_and_norm(hidden, added, self.norm, hidden.dtype)[1]
+    def drop_kernels(self, why: str) -> None:
+        """Compute by operations of torch from now on; the run is told why."""
+        self.kernels = None
+        Ranks().warn(_BY_OPERATIONS.format(self._name, why))
 
-    def _attended(
-        self, own: LayerOperations, layer: int, heads: torch.Tensor, value: torch.Tensor, cache: Attention
+    def _by_kernels(
+        self, kernels: LayerKernels, hidden: torch.Tensor, positions_B: torch.Tensor, cache: Attention
     ) -> torch.Tensor:
-        """Attend with rotated query and key heads; return shape (rows, query heads x size)."""
-        value = value.view(len(value), -1, self._head_size)
-        num_queries = heads.shape[1] - value.shape[1]
-        query, key = heads[:, :num_queries, None], heads[:, num_queries:, None]
-        inputs = AttentionInputs(query, key, value[:, :, None], own.scaling, own.sight)
-        return cache.attend(layer, inputs).reshape(len(value), -1)
+        """Compute the layers with one kernel between a product and the next; embedded tokens stay as they are."""
+        added, dtype = None, compute_dtype(hidden.device, hidden.dtype)
+        for number, own in enumerate(self._layers):
+            layer, attention, mlp = own.layer, own.layer.self_attn, own.layer.mlp
+            hidden, normed = kernels.add_and_norm(hidden, added, layer.input_layernorm.weight, own.eps, dtype)
+            query, key, value = together(normed, attention.q_proj, attention.k_proj, attention.v_proj)
+            norms = None if own.head_eps is None else (attention.q_norm.weight, attention.k_norm.weight, own.head_eps)
+            heads = kernels.norm_and_rotate(query, key, norms, self.tables, positions_B, value.dtype)
+            value = value.view(len(value), -1, self._head_size)
+            num_queries = heads.shape[1] - value.shape[1]
+            query, key = heads[:, :num_queries, None], heads[:, num_queries:, None]
+            inputs = AttentionInputs(query, key, value[:, :, None], own.scaling, own.sight)
+            added = own.output(cache.attend(number, inputs).reshape(len(value), -1))
+            weight = layer.post_attention_layernorm.weight
+            hidden, normed = kernels.add_and_norm(hidden, added, weight, own.mlp_eps, dtype)
+            gate, up = together(normed, mlp.gate_proj, mlp.up_proj)
+            added = own.down(kernels.silu_and_multiply(gate, up) if own.has_silu else own.activation(gate).mul_(up))
+        return kernels.add_and_norm(hidden, added, self._last_norm.weight, self._eps, hidden.dtype)[1]
 
     def tabulate(self, num_positions: int, like: torch.Tensor) -> None:
         """Have cosine and sine of all positions at hand, in the dtype of ``like``; the sine's first half is negative.

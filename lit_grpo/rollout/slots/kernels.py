@@ -2,22 +2,15 @@
 
 They compute in float32. Under autocast they round where the model's modules round, so that log-probs are as near to
 those of an update as without them; for weights in bfloat16 they round less often. A launch depends on no length and no
-place, so a CUDA graph of a step stays right. What they replace is written out in :meth:`FusedDecoder.by_operations`.
+place, so a CUDA graph of a step stays right. What they replace is written out in ``FusedDecoder.__call__``.
 """
 
-# pyright: basic, reportIndexIssue=false, reportOptionalMemberAccess=false
+# pyright: basic, reportIndexIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
-
-if TYPE_CHECKING:
-    from lit_grpo.rollout.slots.forward import HeadNorms, RMSNorm
-
-_MOST_BLOCK = 1024  # numbers of a row that one program multiplies
 
 
 @triton.jit
@@ -77,17 +70,21 @@ class LayerKernels:
     """Launches of the pieces between the products of a layer."""
 
     def add_and_norm(
-        self, hidden_BD: torch.Tensor, added_BD: torch.Tensor | None, norm: RMSNorm, dtype: torch.dtype
+        self,
+        hidden_BD: torch.Tensor,
+        added_BD: torch.Tensor | None,
+        weight_D: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add, if there is something to add, and norm; return the sum in its dtype, and the normed in ``dtype``."""
+        """Add, if there is something to add, and take the RMS norm; return the sum, and the normed in ``dtype``."""
         rows, size = hidden_BD.shape
         normed_BD = torch.empty_like(hidden_BD, dtype=dtype)
         total_BD = hidden_BD if added_BD is None else torch.empty_like(hidden_BD)
         block = triton.next_power_of_2(size)
-        options: dict[str, Any] = {"num_warps": min(16, max(4, block // 512))}
         _add_and_norm[(rows,)](
-            hidden_BD, hidden_BD if added_BD is None else added_BD, norm.weight, total_BD, normed_BD, norm.eps,
-            ADDS=added_BD is not None, SIZE=size, BLOCK=block, **options,
+            hidden_BD, hidden_BD if added_BD is None else added_BD, weight_D, total_BD, normed_BD, eps,
+            ADDS=added_BD is not None, SIZE=size, BLOCK=block, num_warps=min(16, max(4, block // 512)),
         )  # fmt: skip
         return total_BD, normed_BD
 
@@ -95,8 +92,8 @@ class LayerKernels:
         self,
         query: torch.Tensor,
         key: torch.Tensor,
-        norms: HeadNorms | None,
-        tables: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+        tables: tuple[torch.Tensor, ...],
         positions_B: torch.Tensor,
         dtype: torch.dtype,
     ) -> torch.Tensor:
@@ -105,7 +102,7 @@ class LayerKernels:
         Args:
             query: Shape (rows, query heads x size); a row's numbers are next to one another.
             key: Likewise.
-            norms: Their norms.
+            norms: Weights of their norms, shape (size,), and epsilon.
             tables: Cosine and sine of all positions, shape (positions, size); the sine's first half is negative.
             positions_B: The position of each row, int64.
             dtype: Dtype of the result.
@@ -116,12 +113,10 @@ class LayerKernels:
         rows, size = len(query), tables[0].shape[-1]
         num_queries, num_heads = query.shape[1] // size, (query.shape[1] + key.shape[1]) // size
         heads = torch.empty((rows, num_heads, size), dtype=dtype, device=query.device)
-        weights = (query, key) if norms is None else (norms.query.weight, norms.key.weight)
-        options: dict[str, Any] = {"num_warps": 1}
+        *weights, eps = (query, key, 0.0) if norms is None else norms
         _norm_and_rotate[rows, num_heads](
-            query, key, *weights, *tables, positions_B, heads, query.stride(0), key.stride(0),
-            0.0 if norms is None else norms.query.eps,
-            NORMS=norms is not None, QUERIES=num_queries, HEADS=num_heads, HALF=size // 2, **options,
+            query, key, *weights, *tables, positions_B, heads, query.stride(0), key.stride(0), eps,
+            NORMS=norms is not None, QUERIES=num_queries, HEADS=num_heads, HALF=size // 2, num_warps=1,
         )  # fmt: skip
         return heads
 
@@ -129,7 +124,7 @@ class LayerKernels:
         """Return ``silu(gate) x up``; a row's numbers are next to one another."""
         rows, size = gate_BF.shape
         mixed_BF = torch.empty((rows, size), dtype=up_BF.dtype, device=up_BF.device)
-        block = min(_MOST_BLOCK, triton.next_power_of_2(size))
+        block = min(1024, triton.next_power_of_2(size))  # numbers of a row that one program multiplies
         _silu_and_multiply[rows, triton.cdiv(size, block)](
             gate_BF, up_BF, mixed_BF, gate_BF.stride(0), up_BF.stride(0), SIZE=size, BLOCK=block
         )
