@@ -90,7 +90,7 @@ def test_moving_to_a_device_moves_every_column() -> None:
     here = make_micro_batch([make_rollout([5], [9])], [1.0])
     there, tensors = here.to("meta"), ("input_ids_BT", "position_ids_BT", "columns")
     assert all(its is getattr(here, name) for name, its in vars(there).items() if name not in tensors)
-    assert there.columns.keys() == {*here.columns, "labels"}
+    assert there.columns.keys() == {*here.columns, "labels", "starts"}
     moved = there.input_ids_BT, there.position_ids_BT, *there.columns.values()
     assert {values.device.type for values in moved} == {"meta"} and here.to("cpu") is here
 

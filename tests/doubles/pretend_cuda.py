@@ -11,7 +11,8 @@ until then the memory holds garbage.
 A CUDA graph is a list of operations: what is recorded can be replayed without the code that made it, on the tensors
 that it had then. Waits and copies from the host are refused during a recording, as CUDA refuses them.
 
-Three things are the CPU's. Autocast casts by the CPU's list of operations. FlexAttention is not compiled: its mask is
+Four things are the CPU's. Autocast casts by the CPU's list of operations. Torch's flash kernels are plain operations
+(``flash_kernels.py``), and count as one launch forward and one backward. FlexAttention is not compiled: its mask is
 made as on a GPU, and attention is computed from that mask with all scores at once. And there is no memory to run out
 of: what the allocator says is given.
 """
@@ -22,8 +23,10 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -32,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from lit_grpo.rollout.slots import binding
+from tests.doubles import flash_kernels
 from tests.doubles.layer_kernels import PlainKernels
 from tests.doubles.row_attention import attend_by_tables
 
@@ -225,12 +229,18 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute on the CPU, which lacks products whose result is in another dtype."""
+    """Compute on the CPU, which lacks products whose result is in another dtype, and histograms of integers."""
     if func is aten.bmm.dtype:
         left, right, dtype = args
         if left.dtype != right.dtype or left.dtype not in (torch.bfloat16, torch.float16) or dtype != torch.float32:
             raise RuntimeError(f"bmm of {left.dtype} and {right.dtype} has no result in {dtype} on a GPU")
         return torch.bmm(left.float(), right.float())
+    if func is aten.histc.default:
+        return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+    if func is aten._flash_attention_forward.default:
+        return flash_kernels.forward(*args, **kwargs)
+    if func is aten._flash_attention_backward.default:
+        return flash_kernels.backward(*args, **kwargs)
     return func(*args, **kwargs)
 
 
@@ -421,6 +431,11 @@ def _dense_attention(
     )
 
 
+def _has_flash(asked: Any) -> bool:
+    """Return whether torch's flash kernels take queries and keys."""
+    return asked.query.dtype in (torch.float16, torch.bfloat16) and asked.query.shape[-1] <= 256
+
+
 def _uncompiled(ledger: Ledger, compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function, of block masks for example, that does without the compiler, and counts one kernel."""
 
@@ -500,11 +515,13 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
     """
     import lit_grpo.rollout.slots.forward as forward
     import lit_grpo.rollout.slots.generator as generator
+    import lit_grpo.update.prefix.flash as flash
     import lit_grpo.update.prefix.flex as flex
     import lit_grpo.update.prefix.sharing as sharing
 
     ledger = Ledger()
     mode = _Mode(ledger)
+    flash._refusal.cache_clear()  # no trial has been on this GPU
     patched: dict[Any, dict[str, Any]] = {
         torch.Tensor: _tensor_methods(mode),
         torch.cuda: _cuda_functions(ledger, int(free_gib * 2**30), int(total_gib * 2**30)),
@@ -523,6 +540,8 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         forward: {"rms_norm": _uncompiled(ledger, forward.rms_norm)},  # of which torch's CUDA build has a kernel
         flex: {"_compiled_mask": lambda: _uncompiled(ledger, flex.create_block_mask)},
         sharing: {"flex_prefix_attention": _dense_attention},
+        flash: {"ThreadPoolExecutor": partial(ThreadPoolExecutor, initializer=mode.__enter__)},
+        torch.backends.cuda: {"can_use_flash_attention": _has_flash},
     }
     with ExitStack() as stack:
         # transformers would load weights in threads of its own, in which the mode is not

@@ -17,6 +17,7 @@ from lit_grpo.types import Rollout
 from lit_grpo.update.objective.tokens import Tokens
 from lit_grpo.update.plugin import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
+from lit_grpo.update.prefix.flash import plan_launches
 from lit_grpo.update.prefix.layout import Stretch, key_labels
 
 LEAST_SHARED = 32
@@ -60,7 +61,8 @@ class PackedRow(Tokens):
       after the row, one after another. ``target_id`` (N): its id. ``ce_source`` and ``ce_target_id`` (M): the same.
     - ``unique`` (U) and ``inverse``, where completions share tokens: the places, on the N axis with the M axis after
       it, of one of each that are the same, and which of them each token is. Log-probs are computed of these alone.
-    - ``labels``, on a device other than the host: see :func:`lit_grpo.update.prefix.layout.key_labels`.
+    - ``labels`` and ``starts``, on a device other than the host: see
+      :func:`lit_grpo.update.prefix.layout.key_labels` and :func:`lit_grpo.update.prefix.flash.plan_launches`.
 
     Args:
         input_ids_BT: Token ids of the row, shape (1, T); several rows if no prefix is shared.
@@ -172,7 +174,7 @@ class PackedRow(Tokens):
             return self
         tensors = {"input_ids": self.input_ids_BT, "position_ids": self.position_ids_BT, **self.columns}
         if self.stretches:
-            tensors["labels"] = key_labels(self.stretches)
+            tensors |= {"labels": key_labels(self.stretches), **plan_launches(self.stretches).tensors}
         columns = in_one_copy(tensors, there)
         ids_BT, positions_BT = columns.pop("input_ids"), columns.pop("position_ids")
         return replace(self, input_ids_BT=ids_BT, position_ids_BT=positions_BT, columns=columns)

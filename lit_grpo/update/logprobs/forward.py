@@ -72,7 +72,7 @@ def predecessors(model: PreTrainedModel, micro_batch: PackedRow, ranks: Sequence
     """
     row, source_U = micro_batch, micro_batch.unique("source")
     if row.stretches:
-        layout = SharedPrefix(row.stretches, row.carried, row.in_row, ranks, row.columns.get("labels"))
+        layout = SharedPrefix(row.stretches, row.carried, row.in_row, ranks, row.columns)
         layout.compute_carried(model)
         hidden_TD = layout.hidden_states(model, row.input_ids_BT, row.position_ids_BT)
     else:

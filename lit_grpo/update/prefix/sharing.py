@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from lit_grpo.policy.architecture.decoder import attention_name, hidden_states
 from lit_grpo.policy.architecture.states import FOUND, States, state_layers
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.ranks import Ranks
+from lit_grpo.update.prefix.flash import Plan, flash_attention, plan_launches, takes_flash
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, key_labels, piecewise_attention
 from lit_grpo.update.prefix.recurrent import Batches, lay_out_batches, recurrent_layers
@@ -38,7 +40,8 @@ class SharedPrefix:
         carried: The spans that carried stretches end with.
         in_row: What other rows have seen of this one, with its place.
         ranks: Ranks that share the row.
-        labels_3K: What :func:`key_labels` tells of the stretches, on the row's device; by default it is copied there.
+        there: What :func:`key_labels` and :func:`plan_launches` tell of the stretches, as ``labels`` and ``starts``, on
+            the row's device; what is missing is copied there.
     """
 
     def __init__(
@@ -47,14 +50,15 @@ class SharedPrefix:
         carried: Sequence[CarriedSpan] = (),
         in_row: Sequence[tuple[slice, CarriedSpan]] = (),
         ranks: SequenceParallel = SINGLE_RANK,
-        labels_3K: torch.Tensor | None = None,
+        there: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self.stretches, self.ranks, self.num_tokens = stretches, ranks, 0
-        self._carried, self._in_row, self._labels_3K = carried, in_row, labels_3K
+        self._carried, self._in_row, self._there = carried, in_row, dict(there)
         self.calls: list[tuple[Hashable, int | None]] = []
         """The layers that have attended so far, each with its sliding window, ``None`` for full attention."""
         self._batches: dict[bool, Batches] = {}
         self._pieces: dict[int | None, list[Piece]] = {}
+        self._plans: dict[int | None, Plan] = {}
         self._masks: dict[int | None, BlockMask] = {}
 
     def compute_carried(self, model: PreTrainedModel) -> None:
@@ -116,6 +120,11 @@ class SharedPrefix:
             key, value = self.carry((layer, "key"), key), self.carry((layer, "value"), value)
         self.calls.append((layer, window))
         if query.device.type != "cpu":
+            if takes_flash(query, key, cap):
+                if window not in self._plans:
+                    plan = plan_launches(tuple(self.stretches), window)
+                    self._plans[window] = plan.to(query.device, self._there)
+                return flash_attention(query, key, value, self._plans[window], scaling, sinks_H)
             if window not in self._masks:
                 self._masks[window] = prefix_block_mask(self._labels(query.device), window, query.shape[2])
             return flex_prefix_attention(query, key, value, self._masks[window], scaling, cap, sinks_H)
@@ -124,9 +133,9 @@ class SharedPrefix:
         return piecewise_attention(query, key, value, self._pieces[window], scaling, cap, sinks_H)
 
     def _labels(self, device: torch.device) -> torch.Tensor:
-        if self._labels_3K is None:
-            self._labels_3K = in_one_copy({"labels": key_labels(self.stretches)}, device)["labels"]
-        return self._labels_3K
+        if "labels" not in self._there:
+            self._there |= in_one_copy({"labels": key_labels(self.stretches)}, device)
+        return self._there["labels"]
 
     @property
     def shares(self) -> bool:
