@@ -43,25 +43,29 @@ class Launch(NamedTuple):
     num_starts: int
     longest: tuple[int, int]
     causal: bool
-    back: int | None = None
+    back: int | None
 
 
 class Plan(NamedTuple):
-    """The launches of a row; in the first one every query sees its own key.
+    """The launches of a row, in the first of which every query sees its own key; and their tensors.
 
-    Args:
-        launches: What they have on the host.
-        tensors: ``starts`` (2, num_starts of all), int32: where each sequence begins among the queries and among the
-            launch's keys, and where the last one ends. With a window also ``keys``: the place of each, some often.
+    These are ``starts`` (2, num_starts of all), int32: where each sequence begins among the queries and among the
+    launch's keys, and where the last one ends. With a window also ``keys``: the place of each, some several times.
     """
 
-    launches: tuple[Launch, ...]
+    launches: Sequence[Launch]
     tensors: Mapping[str, torch.Tensor]
 
     def to(self, device: torch.device, there: Mapping[str, torch.Tensor]) -> Plan:
         """Return the plan with its tensors on a device; ``starts`` without a window may be ``there`` already."""
         has_them = self.tensors.keys() == {"starts"} <= there.keys()
         return self._replace(tensors=there if has_them else in_one_copy(self.tensors, device))
+
+    def each(self) -> Iterator[tuple[Launch, Any, torch.Tensor]]:
+        """Give each launch with its keys and its starts."""
+        parts = self.tensors["starts"].split([launch.num_starts for launch in self.launches], 1)
+        for launch, starts_2S in zip(self.launches, parts, strict=True):
+            yield launch, self.tensors["keys"] if launch.keys is None else launch.keys, starts_2S
 
 
 @lru_cache(maxsize=16)
@@ -93,8 +97,8 @@ def plan_launches(stretches: tuple[Stretch, ...], window: int | None = None) -> 
             if own.length and not own.carried:
                 places.append(seen[-1])
                 ends.append((own.rows.stop, ends[-1][1] + len(seen[-1])))
-        add(ends, None, True, window - 1)
         tensors["keys"] = torch.cat(places)
+        add(ends, None, True, window - 1)
     else:
         groups = list[list[Piece]]()
         for piece in attention_pieces(stretches, None):
@@ -112,16 +116,11 @@ def plan_launches(stretches: tuple[Stretch, ...], window: int | None = None) -> 
                 ends.append((piece.queries.stop, piece.keys.stop - first))
             ends.append((sum(each.length for each in stretches if not each.carried), ends[-1][1]))
             add(ends, slice(first, group[-1].keys.stop), group[0].causal)
-    return Plan(tuple(launches), tensors | {"starts": torch.cat(starts, 1)})
+    return Plan(launches, tensors | {"starts": torch.cat(starts, 1)})
 
 
 def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: Plan,
-    scaling: float,
-    sinks_H: torch.Tensor | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float, sinks_H: Any = None
 ) -> torch.Tensor:
     """Attend launch by launch, and merge the results as :func:`lit_grpo.update.prefix.layout.piecewise_attention` does.
 
@@ -131,7 +130,7 @@ def flash_attention(
         value: Values, of the shape of ``key``.
         plan: Which queries see which keys, on their device.
         scaling: Scores are multiplied by it.
-        sinks_H: The score of each head's sink.
+        sinks_H: The score of each head's sink, or None.
     """
     rows = (each[0].transpose(0, 1) for each in (query, key, value))
     rows_THS = [each if each.stride(-1) == 1 else each.contiguous() for each in rows]
@@ -141,17 +140,9 @@ def flash_attention(
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        plan: Plan,
-        scaling: float,
-        sinks_H: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, plan: Plan, scaling: float, sinks_H: Any) -> torch.Tensor:
         output, logsumexp_HT = query, query
-        for number, (launch, keys, starts_2S) in enumerate(_with_tensors(plan)):
+        for number, (launch, keys, starts_2S) in enumerate(plan.each()):
             some, log_sum_HT, *_ = _forward(
                 query, key[keys], value[keys], *starts_2S, *launch.longest, 0.0, launch.causal, False,
                 scale=scaling, window_size_left=launch.back,
@@ -161,7 +152,8 @@ class _FlashAttention(torch.autograd.Function):
                 continue
             log_sum_HT = log_sum_HT.nan_to_num(torch.nan, -torch.inf, -torch.inf)  # of no key it is positive infinity
             share_TH1 = torch.sigmoid(log_sum_HT - logsumexp_HT).T[..., None]
-            output = torch.lerp(output, some, share_TH1.to(output.dtype))
+            kept = output * (1 - share_TH1)  # in float32, and so is the sum before it is rounded
+            output = torch.addcmul(kept, some, share_TH1, out=torch.empty_like(output))
             logsumexp_HT = torch.logaddexp(logsumexp_HT, log_sum_HT)
         if sinks_H is not None:
             joint_HT = torch.logaddexp(logsumexp_HT, sinks_H.to(logsumexp_HT.dtype)[:, None])
@@ -174,9 +166,9 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, logsumexp_HT, sinks_H = ctx.saved_tensors
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         totals, sinks_grad = list[torch.Tensor](), None
-        for launch, keys, starts_2S in _with_tensors(ctx.plan):
+        for launch, keys, starts_2S in ctx.plan.each():
             query_part, *parts = _backward(
                 gradients[0], query, key[keys], value[keys], output, logsumexp_HT, *starts_2S, *launch.longest,
                 0.0, launch.causal, *no_dropout, scale=ctx.scaling, window_size_left=launch.back,
@@ -189,20 +181,13 @@ class _FlashAttention(torch.autograd.Function):
                 missing = len(key) - launch.keys.stop
                 totals = [query_part, *(pad(part, (0, 0, 0, 0, 0, missing)) if missing else part for part in parts)]
             else:
-                totals[0] += query_part
+                totals[0].add_(query_part)
                 for total, part in zip(totals[1:], parts, strict=True):
-                    total[keys] += part
+                    total[keys].add_(part)
         if sinks_H is not None:
             shares_HT = (sinks_H.to(logsumexp_HT.dtype)[:, None] - logsumexp_HT).exp()
             sinks_grad = -(shares_HT * (gradients[0] * output).sum(-1).T).sum(1).to(sinks_H.dtype)
         return *totals, None, None, sinks_grad
-
-
-def _with_tensors(plan: Plan) -> Iterator[tuple[Launch, Any, torch.Tensor]]:
-    """Give each launch with its keys and its starts."""
-    parts = plan.tensors["starts"].split([launch.num_starts for launch in plan.launches], 1)
-    for launch, starts_2S in zip(plan.launches, parts, strict=True):
-        yield launch, plan.tensors["keys"] if launch.keys is None else launch.keys, starts_2S
 
 
 def takes_flash(query: torch.Tensor, key: torch.Tensor, cap: float | None) -> bool:
@@ -240,13 +225,10 @@ def _trial(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     for window in (None, 16):
         there = [each.to(device).requires_grad_() for each in here]
         exact = [each.float().requires_grad_() for each in here]
-        actual = flash_attention(*there[:3], plan_launches(_TRIAL, window).to(device, {}), size**-0.5)
-        expected = piecewise_attention(*exact[:3], attention_pieces(_TRIAL, window), size**-0.5)
-        pairs = [(actual, expected)]
-        pairs += zip(
-            torch.autograd.grad(actual, there[:3], there[3]),
-            torch.autograd.grad(expected, exact[:3], exact[3]),
-            strict=True,
-        )
-        errors += [float(((one.cpu().float() - other).norm() / other.norm()).detach()) for one, other in pairs]
+        actual = flash_attention(there[0], there[1], there[2], plan_launches(_TRIAL, window).to(device, {}), size**-0.5)
+        expected = piecewise_attention(exact[0], exact[1], exact[2], attention_pieces(_TRIAL, window), size**-0.5)
+        found = actual, *torch.autograd.grad(actual, there[:3], there[3])
+        wanted = expected, *torch.autograd.grad(expected, exact[:3], exact[3])
+        for one, other in zip(found, wanted, strict=True):
+            errors.append(float(((one.cpu().float() - other).norm() / other.norm()).detach()))
     return max(errors)

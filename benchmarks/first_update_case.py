@@ -1,0 +1,83 @@
+"""The attention of an update compiled for an H100 that is not there: CPU seconds, binaries, and launches a layer.
+
+Run by ``first_update``, twice with the same caches, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import read_case, tell
+from tests.doubles.compile_only import Twins, begin
+
+HEADS, KV_HEADS, HEAD_SIZE = 16, 8, 128  # of Qwen3-1.7B
+ROWS = {"trial": (3, (2, 3)), "first": (512, (700, 300, 900)), "second": (300, (100, 900, 50, 77))}
+"""By step, the tokens of a prompt and of its completions: what runs before the first update, and two updates."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The case that is compiled.
+
+    Args:
+        caches: A folder for the caches of Inductor and Triton.
+    """
+
+    caches: str
+
+
+def main() -> None:
+    """Compile what the steps need; tell seconds, binaries and launches of each."""
+    caches = Path(Case(**read_case()).caches)
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
+    twins, _ = begin((9, 0))
+    from torch._inductor import config
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    config.fx_graph_cache = True
+    run, launches = CachingAutotuner.run, 0
+
+    def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal launches
+        launches += 1
+        return run(kernel, *args, **kwargs)
+
+    CachingAutotuner.run = counted  # pyright: ignore[reportAttributeAccessIssue]
+    steps: dict[str, dict[str, float]] = {}
+    for name, (prompt, responses) in ROWS.items():
+        binaries, launches, begun = len(list(caches.rglob("*.cubin"))), 0, time.process_time()
+        _attend(twins, prompt, responses, backward=name != "trial")
+        steps[name] = {"cpu_s": round(time.process_time() - begun, 2), "launches": launches}
+        steps[name]["binaries"] = len(list(caches.rglob("*.cubin"))) - binaries
+    tell(steps)
+
+
+def _attend(twins: Twins, prompt: int, responses: tuple[int, ...], backward: bool) -> None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
+    from lit_grpo.update.prefix.layout import Stretch, key_labels
+
+    stretches, num_tokens = [Stretch(0, 0, prompt, last=len(responses))], prompt
+    for number, length in enumerate(responses):
+        stretches.append(Stretch(num_tokens, prompt, length, last=number + 1))
+        num_tokens += length
+    labels_3K = key_labels(stretches)
+    with FakeTensorMode():
+        query, key = (
+            torch.empty((1, heads, num_tokens, HEAD_SIZE), dtype=torch.bfloat16, device="cuda", requires_grad=backward)
+            for heads in (HEADS, KV_HEADS)
+        )
+        mask = prefix_block_mask(twins.fake(labels_3K), None, num_tokens)
+        output = flex_prefix_attention(query, key, key, mask, HEAD_SIZE**-0.5)
+        if backward:
+            torch.autograd.grad(output, [query, key], torch.empty_like(output))
+
+
+if __name__ == "__main__":
+    main()
