@@ -73,16 +73,16 @@ def _launches() -> list[Row]:
     for name, stretches, window in (("a group", row, None), ("a tree", tree, None), ("a window", row, 4)):
         with pretend_cuda() as gpu:
             plan = plan_launches(stretches, window).to(torch.device("cuda", 0), {})
-            query, key = (
+            query, key, value = (
                 torch.zeros((1, heads, 27, HEAD_SIZE), dtype=torch.bfloat16, device="cuda").requires_grad_()
-                for heads in (HEADS, KV_HEADS)
+                for heads in (HEADS, KV_HEADS, KV_HEADS)
             )
             gpu.reset()
-            output = flash_attention(query, key, key, plan, HEAD_SIZE**-0.5)
+            output = flash_attention(query, key, value, plan, HEAD_SIZE**-0.5)
             forward = gpu.launches
             above = torch.ones_like(output)
             gpu.reset()
-            torch.autograd.grad(output, [query, key], above)
+            torch.autograd.grad(output, [query, key, value], above)
             rows.append(
                 {
                     "way": "flash kernels",

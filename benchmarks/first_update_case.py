@@ -69,14 +69,14 @@ def _attend(twins: Twins, prompt: int, responses: tuple[int, ...], backward: boo
         num_tokens += length
     labels_3K = key_labels(stretches)
     with FakeTensorMode():
-        query, key = (
+        query, key, value = (
             torch.empty((1, heads, num_tokens, HEAD_SIZE), dtype=torch.bfloat16, device="cuda", requires_grad=backward)
-            for heads in (HEADS, KV_HEADS)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
         mask = prefix_block_mask(twins.fake(labels_3K), None, num_tokens)
-        output = flex_prefix_attention(query, key, key, mask, HEAD_SIZE**-0.5)
+        output = flex_prefix_attention(query, key, value, mask, HEAD_SIZE**-0.5)
         if backward:
-            torch.autograd.grad(output, [query, key], torch.empty_like(output))
+            torch.autograd.grad(output, [query, key, value], torch.empty_like(output))
 
 
 if __name__ == "__main__":

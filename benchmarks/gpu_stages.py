@@ -116,7 +116,7 @@ def _gaps(policy: Any, groups: list[RolloutGroup], scale: Scale) -> list[float]:
 
 
 def update_alive(scale: Scale) -> Iterator[Row]:
-    """Compare FlexAttention forward and backward with padded rows: the gradient, the seconds and the memory."""
+    """Compare attention over a shared prompt with padded rows, forward and backward: gradient, seconds, memory."""
     policy: Any = random_qwen3(scale.small, scale.device).train()
     work = Work(16, 8, 4, vocab_size=16) if scale.tiny else Work(256, 256, 16, vocab_size=16)
     (group,) = work.groups()

@@ -132,10 +132,10 @@ def flash_attention(
         scaling: Scores are multiplied by it.
         sinks_H: The score of each head's sink, or None.
     """
-    rows = (each[0].transpose(0, 1) for each in (query, key, value))
+    rows = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
     rows_THS = [each if each.stride(-1) == 1 else each.contiguous() for each in rows]
     output_THS: Any = _FlashAttention.apply(*rows_THS, plan, scaling, sinks_H)
-    return output_THS.transpose(0, 1)[None]
+    return output_THS.transpose(0, 1).unsqueeze(0)
 
 
 class _FlashAttention(torch.autograd.Function):
