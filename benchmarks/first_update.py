@@ -115,7 +115,7 @@ def _gradient(policy: Any, rollouts: Any, precision: torch.dtype | None, flash: 
     with pretend_cuda(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says which way attention goes
         there = copy.deepcopy(policy).to("cuda")
-        row = make_micro_batches(rollouts, 4096, shares).filled(rollouts).rows[0].to("cuda")
+        row = make_micro_batches(rollouts, 4096, shares)[0].filled(rollouts).to("cuda")
         with (
             mock.patch.object(torch.backends.cuda, "can_use_flash_attention", takes),
             shared_prefixes(there) if shares else nullcontext(),

@@ -76,8 +76,7 @@ def test_an_update_by_itself_is_within_a_tenth_above_its_state() -> None:
     (group,) = replace(WORKS["a"], vocab_size=151_936).groups()
     for rollout in group.rollouts:
         rollout.advantage = 1.0
-    batches = make_micro_batches(group.rollouts, 16_384, False).filled(group.rollouts).rows
-    last = batches[-1].input_ids_BT.numel()
+    last = make_micro_batches(group.rollouts, 16_384, False)[-1].input_ids_BT.numel()
     taken = forecast(sizes_of("Qwen3 1.7B", True, 4), replace(FIT, micro_batch_tokens=last, fused=True))
     above = sum(taken.update.values()) - taken.update["gradients"] + taken.resident["workspaces"]
     assert above == pytest.approx(row["above_state_mib"] * MIB, rel=0.1)

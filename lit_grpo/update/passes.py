@@ -44,7 +44,7 @@ class PolicyPasses:
         settings: What is learned, and how it is cut.
 
     Attributes:
-        laid_out: Micro-batches that have been laid out, by what is in them; whoever has taken the last step clears it.
+        laid_out: Micro-batches that have been laid out, by what is in them; cleared after the last step.
         budget: The number of tokens, where ``max_tokens_per_micro_batch`` is ``auto`` and it has been estimated.
     """
 
