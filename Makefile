@@ -12,16 +12,16 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # uv compiles nothing: what it installs is compiled where it is first imported, and not again by each process of a test.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test tests nightly install lint types unit integration beside coverage lowest newest audit pins clean
+.PHONY: demo test nightly install lint types unit integration beside coverage lowest newest audit pins clean
 
 demo: .venv/demo
 	.venv/bin/python -m lit_grpo fit --config configs/arithmetic.yaml
 
 # For every change; meant to take at most 10 minutes on two cores. It proves each mechanism once: of a table of alike rows,
 # one of each kind. docs/architecture.md says what is where.
-# One session of three: integration tests, which come first, wait for processes for a third of their time.
+# Integration tests wait for processes for a third of their time, in which unit tests run.
 test: lint
-	$(MAKE) --no-print-directory --jobs 2 tests beside
+	$(MAKE) --no-print-directory --jobs 3 integration unit beside
 
 # What takes long and seldom breaks: the other rows of those tables, every benchmark in its quick form, real vLLM servers that
 # are killed, clusters, commands of the documentation, more random settings, and the unit tests on the lowest versions.
@@ -67,12 +67,9 @@ types: .venv/dev
 	.venv/bin/basedpyright --level error
 
 # Tests start processes of their own; one thread each keeps them from waiting for each other's cores.
-tests unit integration nightly lowest newest: export OMP_NUM_THREADS = 1
+unit integration nightly lowest newest: export OMP_NUM_THREADS = 1
 
 UNIT_TESTS = -m pytest -m "not nightly" --ignore tests/integration --numprocesses 2 --dist loadfile --durations 5
-
-tests: .venv/dev
-	.venv/bin/python -m pytest -m "not nightly" --numprocesses 3 --dist loadfile --durations 10
 
 unit: .venv/dev
 	.venv/bin/python $(UNIT_TESTS)
