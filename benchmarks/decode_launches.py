@@ -87,7 +87,7 @@ def _launches(policy: Any, case: LaunchCase, binaries: dict[str, dict[str, int]]
 
     def compiled(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         real = [MockTensor(each.dtype) if isinstance(each, torch.Tensor) else each for each in arguments]
-        made = run(kernel, *real, grid=grid, warmup=True, **options)
+        made: Any = run(kernel, *real, grid=grid, warmup=True, **options)
         name = kernel.fn.__name__
         found[name] += 1
         kinds = "-".join(str(each.dtype).removeprefix("torch.") for each in arguments if isinstance(each, torch.Tensor))

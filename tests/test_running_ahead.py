@@ -231,10 +231,10 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "_PIECE_STEP", 4)
         patch.setattr(cache, "_WIDTH_STEP", 4)
-        layouts._piece_ends.cache_clear()
+        layouts._piece_rooms.cache_clear()
         layouts.smallest_budget.cache_clear()
         yield
-    layouts._piece_ends.cache_clear()
+    layouts._piece_rooms.cache_clear()
     layouts.smallest_budget.cache_clear()
 
 

@@ -145,7 +145,8 @@ class RewardRunner(CoreListener):
         arguments = [[call_arguments(each, group, surroundings) for group in groups] for each in self.functions]
         self._pending.append(_Submission(groups, self._calls.start(self._score(self._calls, groups, arguments))))
 
-    on_group = submit  # pyright: ignore[reportAssignmentType]  (the loop gives one, by its place)
+    def on_group(self, group: RolloutGroup) -> None:
+        self.submit(group)
 
     def on_rollout_end(self, failed: bool) -> None:
         """Wait for the rewards, or drop what is being scored."""

@@ -126,6 +126,7 @@ class Talkative:
         return self._next()
 
     def tell(self) -> str:
+        """Say something."""  # a tool's description, which is asked for
         return self._next() or "."
 
     @property

@@ -48,6 +48,7 @@ CONFIGS = {
 NOT_RUN = (
     *("generators/vllm", "serve ", "--trainer.devices ", "reasoning_gym"),  # need vLLM, a second rank or a chat model
     *("smollm2", "word_problems", "dashboard --wandb"),  # need a network
+    "gsm8k_qwen3_1.7b",  # needs a GPU; test_your_gpu checks the settings and the memory of these
     "--model.policy runs/warm/policy",  # needs the run of the command before it
     "finish runs/grpo",  # needs the run of the README's lines in Python
 )

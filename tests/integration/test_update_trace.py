@@ -20,8 +20,8 @@ def test_an_update_runs_through_no_more_code_than_it_did_and_in_the_order_of_the
     rows = tmp_path / "train.jsonl"  # those of the config, as a file
     rows.write_text("".join(json.dumps(row) + "\n" for row in ArithmeticRows(num_rows=2048).rows()))
     counts, first_calls = traced("arithmetic", ROOT, data__train=rows, trainer__limit_val_batches=0)
-    assert counts["files"] <= 55 and counts["named_functions"] <= 349 and counts["classes"] <= 58, counts
-    assert counts["returns"] <= 197, counts  # to a file seen before, in the order of first calls
+    assert counts["files"] <= 55 and counts["named_functions"] <= 350 and counts["classes"] <= 58, counts
+    assert counts["returns"] <= 198, counts  # to a file seen before, in the order of first calls
     table = re.findall(r"^\| (\d+) \| `([\w.]+)` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
     assert [int(number) for number, _ in table] == list(range(1, len(table) + 1)) and len(table) > 20
     on_map = [_where_defined(name) for _, name in table]

@@ -96,7 +96,7 @@ def plan_launches(stretches: tuple[Stretch, ...], window: int | None = None) -> 
             seen.append(torch.cat([before[max(0, len(before) - window + 1) :], keys]))
             if own.length and not own.carried:
                 places.append(seen[-1])
-                ends.append((own.rows.stop, ends[-1][1] + len(seen[-1])))
+                ends.append((own.start + own.length, ends[-1][1] + len(seen[-1])))
         tensors["keys"] = torch.cat(places)
         add(ends, None, True, window - 1)
     else:
@@ -218,7 +218,7 @@ def _refusal(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int
 
 def _trial(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> float:
     """Return the largest relative error of outputs and gradients, beside the CPU's way in float32."""
-    num_tokens, num_keys = _TRIAL[3].start, _TRIAL[3].rows.stop
+    num_tokens, num_keys = _TRIAL[3].start, _TRIAL[3].start + _TRIAL[3].length
     shapes = [(1, heads, num_tokens, size), *2 * [(1, kv_heads, num_keys, size)], (1, heads, num_tokens, size)]
     random, errors = torch.Generator("cpu").manual_seed(0), list[float]()
     here = [torch.randn(shape, generator=random, device="cpu").to(dtype) for shape in shapes]
