@@ -278,8 +278,9 @@ def test_a_run_takes_servers_in_actors_and_leaves_none_behind(
 ) -> None:
     configs = ("--config", "arithmetic", "--config", "generators/vllm_servers", "--model.generator.num_servers", "1")
     small = ("--trainer.max_steps", "1", "--data.batch_size", "1", "--data.validation.init_args.num_rows", "2")
+    before = set(cluster.glob("lit_grpo_*"))  # logs that a message has named stay, and other servers may be up
     said = run(tmp_path, *program, *configs, *small, "--model.generator.ray", '{"num_cpus": 0}')
     assert "HTTP Request" not in said
     rows, _ = outcome(tmp_path / "runs" / "arithmetic")
     assert [row["step"] for row in rows if "reward" in row] == [1]
-    assert list(cluster.glob("lit_grpo_*")) == []  # neither its folder nor its log; what was killed is swept away
+    assert set(cluster.glob("lit_grpo_*")) <= before  # neither its folder nor its log
