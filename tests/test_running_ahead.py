@@ -21,6 +21,7 @@ import torch
 from conftest import random_policy, table_rows
 from hand_made import Environment
 from test_cuda_graphs import Recorder
+from test_states import decode as decode_all  # pyright: ignore[reportMissingImports]
 
 from lit_grpo.methods.eptree import EPTree
 from lit_grpo.methods.plans import find_plan, shipped_plans
@@ -281,16 +282,7 @@ def make(policy: Any, tokenizer: Any, ahead: bool = True) -> SlotGenerator:
 
 
 def decode(generator: SlotGenerator, waiting: Sequence[Request]) -> dict[Key, list[int]]:
-    """Refill free slots in the order given, until all have ended; what runs out of memory goes on later."""
-    queue, ended = list(waiting), dict[Key, list[int]]()
-    while queue or generator.capacity().free_slots < generator.num_slots:
-        free_slots = generator.capacity().free_slots
-        now, queue = queue[:free_slots], queue[free_slots:]
-        generator.submit(now)
-        events = generator.step()
-        queue += events.preempted
-        ended |= {each.request.key: each.token_ids_T.tolist() for each in events.finished}
-    return ended
+    return {key: completion.token_ids_T.tolist() for key, completion in decode_all(generator, waiting).items()}
 
 
 def test_what_is_stopped_has_the_tokens_that_were_told_and_goes_on_without_a_pass(

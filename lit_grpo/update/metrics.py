@@ -25,16 +25,6 @@ OUTLIER = 20.0
 """No token may be so many times as far off as the limit."""
 _ENTROPY, _LOG_WEIGHTS = "step/entropy", "step/log_weights"
 _FRESH, _LARGEST = "gap/fresh", "gap/largest"
-_GAP = (
-    "gap_tokens",
-    "gap_difference",
-    "gap_kl",
-    "gap_token_weight",
-    "gap_token_square",
-    "gap_sequences",
-    "gap_sequence_weight",
-    "gap_sequence_square",
-)
 
 
 @dataclass(frozen=True)
@@ -79,17 +69,19 @@ def gap_sums(difference_N: torch.Tensor, lengths_C: torch.Tensor) -> dict[str, t
     difference_N = difference_N.to(exact)
     weight_N = difference_N.clamp(max=LARGEST_LOG_RATIO).exp()
     weight_C = completion_sums(difference_N, lengths_C).clamp(max=LARGEST_LOG_RATIO).exp()
-    values = (
-        torch.tensor(difference_N.numel()),
-        difference_N.abs().sum(),
-        (weight_N - 1 - difference_N).sum(),
-        weight_N.sum(),
-        weight_N.square().sum(),
-        torch.tensor(weight_C.numel()),
-        weight_C.sum(),
-        weight_C.square().sum(),
-    )
-    return dict(zip(_GAP, values, strict=True))
+    return {
+        "gap_tokens": torch.tensor(difference_N.numel()),
+        "gap_difference": difference_N.abs().sum(),
+        "gap_kl": (weight_N - 1 - difference_N).sum(),
+        "gap_token_weight": weight_N.sum(),
+        "gap_token_square": weight_N.square().sum(),
+        "gap_sequences": torch.tensor(weight_C.numel()),
+        "gap_sequence_weight": weight_C.sum(),
+        "gap_sequence_square": weight_C.square().sum(),
+    }
+
+
+_GAP = tuple(gap_sums(torch.empty(0), torch.empty(0, dtype=torch.int64)))  # the names of its sums
 
 
 def gap_metrics(sums: Mapping[str, float]) -> dict[str, float]:
