@@ -58,6 +58,7 @@ def fit_on_workers(trainer: TorchTrainer) -> None:
     Raises:
         TrainingFailedError: Training has failed in another way.
     """
+    import ray
     from ray.exceptions import RayActorError
     from ray.train import TrainingFailedError
 
@@ -69,6 +70,7 @@ def fit_on_workers(trainer: TorchTrainer) -> None:
         gone = [rank for rank, cause in causes.items() if isinstance(cause, RayActorError)]
         if not gone:
             raise
+        ray.shutdown()  # prints what it has kept of the workers' logs, so that the sentence comes last
         sys.exit(
             f"error: Rank {gone[0]} of Ray's workers is gone, killed or on a machine that was lost, and the others "
             "cannot go on. Give the same command with --ckpt_path last to resume the run from its last checkpoint."
