@@ -12,7 +12,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # uv compiles nothing: what it installs is compiled where it is first imported, and not again by each process of a test.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test nightly install lint types unit integration beside coverage lowest newest audit pins clean
+.PHONY: demo test nightly install lint types unit integration coverage lowest newest audit pins clean
 
 demo: .venv/demo
 	.venv/bin/python -m lit_grpo fit --config configs/arithmetic.yaml
@@ -20,8 +20,8 @@ demo: .venv/demo
 # For every change; meant to take at most 10 minutes on two cores. It proves each mechanism once: of a table of alike rows,
 # one of each kind. docs/architecture.md says what is where.
 # Integration tests wait for processes for a third of their time, in which unit tests run.
-test: lint
-	$(MAKE) --no-print-directory --jobs 3 integration unit beside
+test: lint types
+	$(MAKE) --no-print-directory --jobs 2 integration unit
 
 # What takes long and seldom breaks: the other rows of those tables, every benchmark in its quick form, real vLLM servers that
 # are killed, clusters, commands of the documentation, more random settings, and the unit tests on the lowest versions.
@@ -29,11 +29,6 @@ nightly: .venv/dev
 	.venv/bin/python tests/chromium.py --unless-installed
 	LIT_GRPO_FUZZ=400 .venv/bin/python -m pytest -m "nightly or fuzz" --numprocesses 2 --dist loadfile --durations 10
 	$(MAKE) --no-print-directory lowest
-
-# The types, in what the tests leave of the cores.
-beside: .venv/dev
-	@mkdir -p .venv/logs
-	@nice -n 19 $(MAKE) --no-print-directory types > .venv/logs/beside 2>&1; code=$$?; cat .venv/logs/beside; exit $$code
 
 install: .venv/dev
 
@@ -64,7 +59,7 @@ lint: .venv/dev
 	.venv/bin/ruff format --check .
 
 types: .venv/dev
-	.venv/bin/basedpyright --level error
+	.venv/bin/pyrefly check
 
 # Tests start processes of their own; one thread each keeps them from waiting for each other's cores.
 unit integration nightly lowest newest: export OMP_NUM_THREADS = 1

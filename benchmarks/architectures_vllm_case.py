@@ -64,7 +64,7 @@ def answer(family: str, parent: Connection, log: str) -> None:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     warnings.simplefilter("ignore")
-    registry._run_in_subprocess = lambda inspect: inspect()  # a process of its own would import vLLM once more
+    registry._run_in_subprocess = lambda fn: fn()  # a process of its own would import vLLM once more
     with tempfile.TemporaryDirectory() as folder:
         figures = _figures(family, Path(folder))
         parent.send({name: _without(folder, value) for name, value in figures.items()})

@@ -38,7 +38,8 @@ class LaunchCase:
 def main() -> None:
     """Count a step of the configuration, and of one with a layer less."""
     told: dict[str, Any] = read_case()
-    case = LaunchCase(**{**told, "capability": tuple(told["capability"])})
+    told["capability"] = tuple(told["capability"])
+    case = LaunchCase(**told)
     begin(case.capability)
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode

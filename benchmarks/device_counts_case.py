@@ -81,7 +81,7 @@ def decode(gpu: Ledger, lora: bool) -> Counts:
 
     with autocast():
         rollout()
-        generator.step = counted  # pyright: ignore[reportAttributeAccessIssue]
+        generator.step = counted
         rollout()
     named: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "most": max}
     return {f"{name}, {of}": pick([each[name] for each in steps]) for name in steps[0] for of, pick in named.items()}
@@ -110,7 +110,7 @@ def launches(mixed: bool, by_kernels: bool) -> Counts:
                 counts.append(gpu.launches)
                 return events
 
-            generator.step = counted  # pyright: ignore[reportAttributeAccessIssue]
+            generator.step = counted
             with autocast() if mixed else nullcontext():
                 for _ in range(2):
                     counts.clear()
@@ -145,7 +145,7 @@ def update(gpu: Ledger, lora: bool) -> Counts:
             made += 1
             return loss(*args, **kwargs)
 
-        learner.passes._loss = counting  # pyright: ignore[reportAttributeAccessIssue]
+        learner.passes._loss = counting
         gpu.reset()
         learner.learn(groups)
         counts[made] = _counts(gpu)

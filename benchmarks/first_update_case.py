@@ -45,7 +45,7 @@ def main() -> None:
         launched.append(kernel.inductor_meta["kernel_name"])
         return run(kernel, *args, **kwargs)
 
-    CachingAutotuner.run = counted  # pyright: ignore[reportAttributeAccessIssue]
+    CachingAutotuner.run = counted
     steps: dict[str, dict[str, float]] = {}
     for name, (prompt, responses) in ROWS.items():
         before, begun = len(list(caches.rglob("*.cubin"))), time.process_time()

@@ -35,7 +35,7 @@ from benchmarks.update_work import Work
 from benchmarks.workloads import NOISE_REWARD, long_tailed
 from lit_grpo.memory import PeakMemory
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.types import Prompt, RolloutGroup, SamplingParams
+from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.learner import Learner
@@ -300,7 +300,7 @@ def decode_step(scale: Scale) -> Iterator[Row]:
     bytes_per_s = _bandwidth(scale.device, 2**20 if scale.tiny else 2**30)
     warm, timed, traced = (1, 3, 2) if scale.tiny else (20, 60, 20)
     for rows in (2,) if scale.tiny else (8, 32, 64, 256):
-        lengths = {("train/0", 0, (row,)): warm + timed + traced + 4 for row in range(rows)}
+        lengths: dict[Key, int] = {("train/0", 0, (row,)): warm + timed + traced + 4 for row in range(rows)}
         generator = slots(policy, make_tokenizer(), rows, lengths)
         watch = _StepWatch(scale, warm, timed, traced)
         sampling = SamplingParams(max_tokens=max(lengths.values()))

@@ -62,7 +62,7 @@ def _policy(task: str, options: Options) -> tuple[Any, Any, int]:
     if task == "announcing":
         policy: Any
         policy, tokenizer = announcing_policy(0, 4 if options.quick else 150)
-        return policy.to(options.device), tokenizer, 72 if options.quick else LIMIT
+        return policy.to(options.device), tokenizer, 72 if options.quick else LIMIT  # pyrefly: ignore[bad-argument-type]
     return *load("tiny", options.device), 72 if options.quick else 128
 
 

@@ -38,7 +38,7 @@ class Stopwatch:
         self._idle_gib = self._memory.current_gib()
         self._memory.reset()
         self._most_gib = 0.0
-        self._began = _now()
+        self._began: tuple[float, ...] = _now()
         self._stopped: tuple[float, float] | None = None
 
     def read(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
@@ -120,8 +120,7 @@ def run_lit_grpo(case: Case) -> None:
 
 def run_generate(case: Case) -> None:
     """The same step as it is usually taken: all completions at once by ``generate``, and one batch for the update."""
-    model: Any
-    model, tokenizer = load(case.policy, case.device)
+    model, tokenizer = cast(tuple[Any, Any], load(case.policy, case.device))
     optimizer = torch.optim.AdamW(model.parameters())
     prompts = arithmetic_prompts(tokenizer, case.num_prompts, HardRows(case.num_prompts))
     inputs = tokenizer([prompt.text for prompt in prompts], return_tensors="pt", padding=True, padding_side="left")
@@ -169,7 +168,7 @@ def run_trl(case: Case) -> None:
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]  # its head scores no prompt token
+    utils._use_triton = lambda device: True  # its head scores no prompt token
     per_step = case.num_prompts * case.group_size
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),

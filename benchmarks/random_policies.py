@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def random_qwen3(sizes: Sizes, device: str = "cpu", dtype: torch.dtype | None = 
 
     from scripts.make_tiny import EOS_ID, PAD_ID
 
-    linear = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), sizes.heads)
+    linear: dict[str, Any] = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), sizes.heads)
     linear |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), sizes.head_dim)
     config = (Qwen3_5TextConfig if sizes.hybrid else Qwen3Config)(
         vocab_size=sizes.vocab_size,

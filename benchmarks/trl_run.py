@@ -53,7 +53,7 @@ def main(run: TRLRun) -> None:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     if run.gpu_head:
-        trl_utils._use_triton = lambda device: True  # pyright: ignore[reportPrivateImportUsage]
+        trl_utils._use_triton = lambda device: True
     task, num_tokens = ShippedTask(run.config), 0
     model, exact_match = task.model, task.reward
 

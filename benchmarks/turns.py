@@ -93,8 +93,8 @@ def chat_tokenizer() -> Any:
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
     trl = find_spec("trl")
@@ -223,12 +223,12 @@ def trls(work: Work) -> float:
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     more = {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096}
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(chat_tokenizer()), **sizes, **more))  # pyright: ignore
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(chat_tokenizer()), **sizes, **more))
     trainer = Dictating(
         model=model,
         processing_class=chat_tokenizer(),
         reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
-        environment_factory=Waits,  # pyright: ignore[reportArgumentType]
+        environment_factory=Waits,  # pyrefly: ignore[bad-argument-type]
         train_dataset=Dataset.from_list(rows),
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),

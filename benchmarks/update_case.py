@@ -89,7 +89,7 @@ class Probe(pl.Callback):
         self.idle_gib = self.peak.current_gib()
         self.peak.reset()
         if model is not None:
-            decoder: Any = model.get_decoder()  # pyright: ignore[reportCallIssue]
+            decoder: Any = model.get_decoder()  # pyrefly: ignore[not-callable]
             decoder.layers[0].register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
@@ -265,7 +265,7 @@ def _trl_trainer(case: Case, folder: str) -> tuple[Any, list[dict[str, str]]]:
     rows = [{"prompt": "1+1="} for _ in rollouts]
     trainer = GRPOTrainer(
         model=folder,
-        reward_funcs=[lambda **_: [rollout.reward for rollout in rollouts]],  # pyright: ignore[reportArgumentType]
+        reward_funcs=[lambda **_: [rollout.reward for rollout in rollouts]],
         args=config,
         train_dataset=Dataset.from_list(rows),
         rollout_func=hand_over,

@@ -79,4 +79,4 @@ def load(policy: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizer
     """Load a policy for decoding."""
     from lit_grpo.policy.loading import load_policy, load_tokenizer
 
-    return load_policy(policy).to(device).eval(), load_tokenizer(policy)  # pyright: ignore[reportArgumentType]
+    return load_policy(policy).to(device).eval(), load_tokenizer(policy)  # pyrefly: ignore[bad-argument-type]

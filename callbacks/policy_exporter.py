@@ -31,7 +31,7 @@ class PolicyExporter(pl.Callback):
                 checkpoint to continue from.
         """
         assert isinstance(pl_module, GRPOModule)
-        if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
+        if trainer.fast_dev_run:  # pyrefly: ignore[missing-attribute]
             return
         try:
             pl_module.export(Path(trainer.default_root_dir) / self.folder)
@@ -42,7 +42,7 @@ class PolicyExporter(pl.Callback):
 
 
 def _checkpoints(trainer: pl.Trainer) -> Path:
-    folders = [one.folder for one in trainer.callbacks if isinstance(one, RunCheckpoint)]  # pyright: ignore[reportAttributeAccessIssue]
+    folders = [one.folder for one in trainer.callbacks if isinstance(one, RunCheckpoint)]  # pyrefly: ignore[missing-attribute]
     return Path(trainer.default_root_dir, *folders)
 
 

@@ -100,11 +100,11 @@ class RolloutScheduler(pl.Callback):
                 for row in itertools.islice(filter(function.applies_to, rows), 1):
                     function.check_columns(row.columns)
         self._check_datasets(trainer, pl_module)
-        data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data = trainer.datamodule  # pyrefly: ignore[missing-attribute]
         facts = pl_module.facts(getattr(data, "batch_size", None))
         if stage == "fit":
             has_shards = hasattr(trainer.strategy, "shard")
-            callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
+            callbacks = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyrefly: ignore[missing-attribute]
             for callback in callbacks:
                 check_traits(callback)
             answering = overriding([*self.session.plugins.values(), *callbacks], "on_turn")
@@ -137,7 +137,7 @@ class RolloutScheduler(pl.Callback):
         if not module.rewards:
             return
         of_dataset = {row.dataset: row for row in prompts.get("train", ())}
-        weights = getattr(trainer.datamodule, "mixture", None)  # pyright: ignore[reportAttributeAccessIssue]
+        weights = getattr(trainer.datamodule, "mixture", None)  # pyrefly: ignore[missing-attribute]
         unrewarded = [plugin for plugin in self.session.plugins.values() if "learns_unrewarded" in plugin.traits]
         for dataset, row in of_dataset.items() if known else ():
             sampled = weights is None or not weights.weights or any(w.get(dataset) for w in weights.all)
@@ -165,7 +165,7 @@ class RolloutScheduler(pl.Callback):
 
     def _unvisited(self, trainer: pl.Trainer, module: GRPOModule) -> list[str]:
         """Return what is to be said of plug-ins that go by earlier visits in a run that asks no prompt twice."""
-        data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data = trainer.datamodule  # pyrefly: ignore[missing-attribute]
         if not isinstance(data, PromptDataModule):
             return []
         updates = total_updates(trainer, module.settings.updates_per_batch)
@@ -197,7 +197,7 @@ class RolloutScheduler(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the prompts' lengths and start the generator."""
         assert isinstance(pl_module, GRPOModule)
-        self._listeners = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyright: ignore[reportAttributeAccessIssue]
+        self._listeners = [each for each in trainer.callbacks if isinstance(each, Listener)]  # pyrefly: ignore[missing-attribute]
         pl_module.check_lengths(asked_prompts(trainer))
         if trainer.training:
             mode, buffer = self.session.mode, self.session.buffer

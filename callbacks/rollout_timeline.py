@@ -114,7 +114,7 @@ def _png_summary(tag: str, png: bytes) -> Any:
     """Make a summary of a finished picture; drawing it again would take as long as the first time."""
     from tensorboard.compat.proto import summary_pb2
 
-    summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+    summary: Any = summary_pb2.Summary  # pyrefly: ignore[missing-attribute]
     width, height = struct.unpack(">II", png[16:24])  # of the header
     image = summary.Image(width=width, height=height, colorspace=4, encoded_image_string=png)
     return summary(value=[summary.Value(tag=tag, image=image)])

@@ -94,7 +94,7 @@ class RunCheckpoint(pl.Callback):
         # Ranks that torchrun or a scheduler starts do not know the folder if the first rank found its own taken.
         told = Ranks().gather((trainer.default_root_dir, os.getpid(), socket.gethostname()))
         folder, first, _ = told[0]
-        trainer._default_root_dir = folder  # pyright: ignore[reportAttributeAccessIssue]
+        trainer._default_root_dir = folder  # pyrefly: ignore[missing-attribute]
         shards = isinstance(trainer.strategy, FSDP2Strategy)
         writer = FolderIO() if shards else WholeFileIO()
         self._io = BackgroundIO(writer) if self.asynchronous else None
@@ -124,7 +124,7 @@ class RunCheckpoint(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, GRPOModule)
-        path = trainer.ckpt_path  # pyright: ignore[reportAttributeAccessIssue]
+        path = trainer.ckpt_path
         self._newest = self._given = (pl_module.policy_version, None if path is None else str(path))
         self._several, self._phase, self._tried = trainer.world_size > 1, "trained", False
         best = self.path(trainer, "best")
@@ -207,8 +207,8 @@ class RunCheckpoint(pl.Callback):
 
         If a callback of the user adds to checkpoints, one is made for it, and not written.
         """
-        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks: list[pl.Callback] = trainer.callbacks  # pyrefly: ignore[missing-attribute]
+        data = trainer.datamodule  # pyrefly: ignore[missing-attribute]
         schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
         hooks = [one.on_save_checkpoint for one in _of_user(trainer)]
         with _guarded_hooks(trainer):
@@ -220,10 +220,10 @@ class RunCheckpoint(pl.Callback):
                         f"it return {PLAIN}."
                     )
             if any(getattr(hook, "__func__", None) is not pl.Callback.on_save_checkpoint for hook in hooks):
-                trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # pyright: ignore[reportAttributeAccessIssue]
+                trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
     def _save_due(self, trainer: pl.Trainer, version: int, at_end: bool = False) -> None:
-        if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
+        if trainer.fast_dev_run:  # pyrefly: ignore[missing-attribute]
             return
         self._save_best(trainer)
         saved, n = self._given[0], self.every_n_updates
@@ -339,7 +339,7 @@ class RunCheckpoint(pl.Callback):
         self._leaves_out = True
         try:
             if can_save:
-                logs: Any = trainer._logger_connector  # pyright: ignore[reportAttributeAccessIssue]
+                logs: Any = trainer._logger_connector
                 if trained and trainer.training and logs._first_loop_iter is not None:  # else the epoch has ended
                     logs.update_train_step_metrics()  # the update's row may not be written yet
                 between = nullcontext() if phase == "ended" else _without_batch(trainer, trained, self._validated)
@@ -450,7 +450,7 @@ def run_name(trainer: pl.Trainer) -> str:
 
 
 def _of_user(trainer: pl.Trainer) -> list[pl.Callback]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks: list[pl.Callback] = trainer.callbacks  # pyrefly: ignore[missing-attribute]
     return [one for one in callbacks if is_foreign(type(one)) or any(name in vars(one) for name in _SAVING)]
 
 

@@ -136,7 +136,7 @@ class RunSummary(Observer):
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return trainer.callbacks  # pyrefly: ignore[missing-attribute]
 
 
 def _by_function(name: str, rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
@@ -160,7 +160,7 @@ def _facts(trainer: pl.Trainer, module: GRPOModule) -> dict[str, str]:
         name = near(name) if Path(name).is_relative_to(Path.cwd()) else str(Path("...", *Path(name).parts[-2:]))
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     device = torch.cuda.get_device_name(module.device) if module.device.type == "cuda" else str(module.device)
-    data: Any = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    data: Any = trainer.datamodule  # pyrefly: ignore[missing-attribute]
     slots = getattr(module.generator, "num_slots", None)
     samples = (
         f"{_rows(data, 'prompt')} x {counted(module.num_generations, 'completion')}",

@@ -138,7 +138,7 @@ class SampleLogger(Observer):
 
 
 def _show(title: str, rollouts: Sequence[Rollout], trainer: pl.Trainer, module: GRPOModule) -> None:
-    data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    data = trainer.datamodule  # pyrefly: ignore[missing-attribute]
     column = getattr(getattr(data, "renderer", None), "prompt_column", "prompt")
     the_console().print(Samples(title, [_sample(rollout, module.rewards, column) for rollout in rollouts]))
 

@@ -33,7 +33,7 @@ class GaLore(GaLoreAdamW):
         is_low_rank = [weight.ndim == 2 and min(weight.shape) > rank for weight in weights]
         of_low_rank = [weight for weight, low in zip(weights, is_low_rank, strict=True) if low]
         others = [weight for weight, low in zip(weights, is_low_rank, strict=True) if not low]
-        groups = [{"params": of_low_rank, **low_rank}, {"params": others}]
+        groups: list[Any] = [{"params": of_low_rank, **low_rank}, {"params": others}]
         given = [group for group in groups if group["params"]]
         super().__init__(given, lr=lr, weight_decay=weight_decay, no_deprecation_warning=True)
 

@@ -198,7 +198,7 @@ def check_trainer(trainer: pl.Trainer, dtype: str) -> None:
     check_left_to_module(
         trainer.gradient_clip_val, trainer.accumulate_grad_batches, trainer.gradient_clip_algorithm is not None
     )
-    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+    for callback in trainer.callbacks:  # pyrefly: ignore[missing-attribute]
         for kind, reason in REFUSED.items():
             if isinstance(callback, kind):
                 raise ValueError(f"trainer.callbacks has {type(callback).__name__}, which {reason}.")
@@ -291,7 +291,7 @@ def check_monitors(trainer: pl.Trainer, validates: bool, names: Sequence[str], m
         A warning about a metric that only the user's own code could log; None if there is nothing to warn of.
     """
     length = epoch_length(trainer)
-    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+    for callback in trainer.callbacks:  # pyrefly: ignore[missing-attribute]
         if not isinstance(callback, EarlyStopping | ModelCheckpoint):
             continue
         kind, name = type(callback).__name__, callback.monitor or ""
@@ -381,10 +381,10 @@ def check_callbacks(trainer: pl.Trainer) -> None:
     Raises:
         ValueError: It is; where neither is there and no data module of prompts, rollouts come from elsewhere.
     """
-    callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    callbacks = trainer.callbacks  # pyrefly: ignore[missing-attribute]
     there = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
     missing = [name for name in ("RolloutScheduler", "WeightSync") if name not in there]
-    prompts = getattr(trainer.datamodule, "prompts", None)  # pyright: ignore[reportAttributeAccessIssue]
+    prompts = getattr(trainer.datamodule, "prompts", None)  # pyrefly: ignore[missing-attribute]
     if len(missing) == 1 or (missing and prompts is not None):
         raise ValueError(
             f"trainer.callbacks lacks {' and '.join(missing)}; give the Trainer callbacks=default_callbacks(), and "
@@ -394,7 +394,7 @@ def check_callbacks(trainer: pl.Trainer) -> None:
 
 def check_order(trainer: pl.Trainer, *kinds: type[pl.Callback]) -> None:
     """Refuse callbacks in another order than this: Lightning calls them in the order of its list."""
-    found = [callback for callback in trainer.callbacks if isinstance(callback, kinds)]  # pyright: ignore[reportAttributeAccessIssue]
+    found = [callback for callback in trainer.callbacks if isinstance(callback, kinds)]  # pyrefly: ignore[missing-attribute]
     for first, second in pairwise(found):
         ranks = [next(rank for rank, kind in enumerate(kinds) if isinstance(one, kind)) for one in (first, second)]
         if ranks[0] > ranks[1]:

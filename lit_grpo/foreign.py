@@ -69,7 +69,7 @@ def _states() -> tuple[tuple[State, ...], tuple[State, ...], tuple[State, ...]]:
 
     native, backends = torch._C, torch.backends
     of_device = torch._GLOBAL_DEVICE_CONTEXT
-    get, set_to = native._get_fp32_precision_getter, native._set_fp32_precision_setter  # pyright: ignore[reportAttributeAccessIssue]
+    get, set_to = native._get_fp32_precision_getter, native._set_fp32_precision_setter
     wholes = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
     parts = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
     kinds = ("flash", "mem_efficient", "math", "cudnn")
@@ -107,7 +107,7 @@ def _states() -> tuple[tuple[State, ...], tuple[State, ...], tuple[State, ...]]:
             getattr(backends.cuda, f"enable_{kind}_sdp")(value)
 
     def set_mkldnn(before: bool) -> None:
-        backends.mkldnn.enabled = before  # pyright: ignore[reportAttributeAccessIssue]
+        backends.mkldnn.enabled = before  # pyrefly: ignore[bad-assignment]
 
     def deterministic() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -189,7 +189,7 @@ def _keep_raising_filters(before: list[Any]) -> None:
     """Remove the filters that were added; what others have done to the list meanwhile stays."""
     for each in _raising_filters():
         if each not in before:
-            warnings.filters.remove(each)  # pyright: ignore[reportAttributeAccessIssue]
+            warnings.filters.remove(each)  # pyrefly: ignore[missing-attribute]
     getattr(warnings, "_filters_mutated", lambda: None)()
 
 

@@ -149,7 +149,7 @@ def checks_arguments(place: str = "") -> Callable[[Init], Init]:
                 check_value(f"{place}{name}", value, annotations.get(name))
             init(*args, **kwargs)
 
-        return checked  # pyright: ignore[reportReturnType]
+        return checked  # pyrefly: ignore[bad-return]
 
     return decorated
 

@@ -320,13 +320,13 @@ class GRPOModule(EvaluationModule):
     def setup(self, stage: str) -> None:
         """Check what can be checked before anything expensive starts."""
         wait_without_spinning()
-        if self.ranks.size > 1 and not hasattr(self.trainer.datamodule, "prompts"):  # pyright: ignore[reportAttributeAccessIssue]
+        if self.ranks.size > 1 and not hasattr(self.trainer.datamodule, "prompts"):  # pyrefly: ignore[missing-attribute]
             check_alike(self.ranks, {"the stage": stage, **of_run(self.trainer, self)})  # a PromptDataModule did it
         self.pass_rule.check([function.name for function in self.rewards])
         if stage == "fit":
             check_rewarded(self.rewards, self.num_generations, self.settings.learns_unrewarded)
             check_training_sampling(self.sampling)
-            data = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+            data = self.trainer.datamodule  # pyrefly: ignore[missing-attribute]
             num_minibatches = self.settings.num_minibatches
             if (num_prompts := getattr(data, "batch_size", num_minibatches)) < num_minibatches:
                 raise _few_prompts(num_minibatches, num_prompts)
@@ -339,7 +339,7 @@ class GRPOModule(EvaluationModule):
 
     def _check_monitors(self, validates: bool) -> None:
         """Check what Lightning's callbacks monitor; what the user's own code may log cannot be known."""
-        kinds = [type(self), *map(type, self.trainer.callbacks)]  # pyright: ignore[reportAttributeAccessIssue]
+        kinds = [type(self), *map(type, self.trainer.callbacks)]  # pyrefly: ignore[missing-attribute]
         owns = any(not kind.__module__.startswith(("lit_grpo.", "lightning.")) for kind in kinds)
         may_log = owns or any(function.may_log for function in self.rewards)
         if (warning := check_monitors(self.trainer, validates, self.held_out_metrics, may_log)) is not None:
@@ -365,7 +365,7 @@ class GRPOModule(EvaluationModule):
 
         The trainer's callbacks and loggers are guarded from here on, which is before their first hook.
         """
-        self.observers.guard([*self.trainer.callbacks, *self.trainer.loggers])  # pyright: ignore[reportAttributeAccessIssue]
+        self.observers.guard([*self.trainer.callbacks, *self.trainer.loggers])  # pyrefly: ignore[missing-attribute]
         if self.trainer.state.fn == "fit":
             check_trainer(self.trainer, self.policy_dtype)
         check_callbacks(self.trainer)

@@ -34,7 +34,7 @@ def takes_dicts(init: Init) -> Init:
             given.arguments |= {name: _convert(annotations.get(name), value, name) for name, value in mappings.items()}
         init(*given.args, **given.kwargs)
 
-    return with_dataclasses  # pyright: ignore[reportReturnType]
+    return with_dataclasses  # pyrefly: ignore[bad-return]
 
 
 def _convert(annotation: Any, value: Any, place: str) -> Any:

@@ -15,6 +15,7 @@ import pytest
 
 if TYPE_CHECKING:  # what only deals out the files need not import it
     import torch
+    from transformers import PreTrainedModel
 
 SLOWEST = (
     *("test_benchmarks", "test_real_model", "test_triton_code", "test_kill_and_resume", "test_ray"),
@@ -84,7 +85,7 @@ def _one_parser() -> Iterator[None]:
     """
     from jsonargparse import _typehints
 
-    from lit_grpo.callbacks import monitors  # pyright: ignore[reportAttributeAccessIssue]
+    from lit_grpo.callbacks import monitors  # pyrefly: ignore[missing-module-attribute]
     from lit_grpo.cli.command_line import GRPOCLI
     from lit_grpo.cli.parsing.help import SHORT
 
@@ -158,8 +159,8 @@ def save_tokenizer(folder: Path, **changes: str) -> str:
 
     vocab = {token: index for index, token in enumerate(["<pad>", "<eos>", *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "eos_token": "<eos>"} | changes
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     return str(folder)
@@ -167,12 +168,12 @@ def save_tokenizer(folder: Path, **changes: str) -> str:
 
 def save_policy(folder: Path, template: str | None = None, **changes: Any) -> Path:
     """Save a :func:`random_policy` with its tokenizer, which may have a chat template; return the folder."""
-    random_policy(**changes).save_pretrained(folder)  # pyright: ignore[reportCallIssue]
+    random_policy(**changes).save_pretrained(folder)
     save_tokenizer(folder, **{"chat_template": template} if template else {})
     return folder
 
 
-def random_policy(seed: int = 0, hybrid: bool = False, **changes: object) -> torch.nn.Module:
+def random_policy(seed: int = 0, hybrid: bool = False, **changes: object) -> PreTrainedModel:
     """Return a Qwen3 of 30 thousand random parameters, in evaluation mode.
 
     A ``hybrid`` is a Qwen3.5: two gated DeltaNets, which have recurrent states, then attention.
@@ -182,8 +183,8 @@ def random_policy(seed: int = 0, hybrid: bool = False, **changes: object) -> tor
 
     if hybrid:
         changes = HYBRID | changes
-    config, model = (Qwen3_5TextConfig, Qwen3_5ForCausalLM) if hybrid else (Qwen3Config, Qwen3ForCausalLM)
-    sizes = {
+    kinds: tuple[Any, Any] = (Qwen3_5TextConfig, Qwen3_5ForCausalLM) if hybrid else (Qwen3Config, Qwen3ForCausalLM)
+    sizes: dict[str, Any] = {
         "vocab_size": len(ALPHABET) + 2,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -199,7 +200,8 @@ def random_policy(seed: int = 0, hybrid: bool = False, **changes: object) -> tor
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return model(config(**(sizes | changes))).eval()  # pyright: ignore[reportArgumentType]
+        config, model = kinds
+        return model(config(**(sizes | changes))).eval()
 
 
 HYBRID: dict[str, Any] = {

@@ -107,7 +107,7 @@ class Forked(subprocess.Popen):
         runs = len(words) > 1 and (words[1] == "-m" or words[1].endswith(".py"))
         runs = runs or (words[1:2] == ["-c"] and not Forked.origin)
         if shell or pass_fds or words[:1] != [sys.executable] or not runs:
-            return super()._execute_child(args, executable, preexec_fn, *others)  # pyright: ignore
+            return super()._execute_child(args, executable, preexec_fn, *others)  # pyrefly: ignore[missing-attribute]
         task = {
             "words": words[1:],
             "cwd": os.fsdecode(cwd or os.getcwd()),
@@ -120,7 +120,7 @@ class Forked(subprocess.Popen):
         files = [own if file == -1 else file for own, file in enumerate((pipes[0], pipes[3], pipes[5]))]
         self.pid = (Forked.origin or origin(self._imports)).fork(task, files)
         self._child_created = True
-        self._close_pipe_fds(*pipes)  # pyright: ignore
+        self._close_pipe_fds(*pipes)  # pyrefly: ignore[missing-attribute]
 
 
 def run(command: Sequence[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -134,7 +134,7 @@ def run(command: Sequence[str], timeout: float, **options: Any) -> subprocess.Co
     return subprocess.CompletedProcess(command, process.returncode, said, errors)
 
 
-def _spawn(path: Any, args: Sequence[bytes | str], passfds: Sequence[int]) -> int:
+def _spawn(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Do what ``multiprocessing.util.spawnv_passfds`` does."""
     words = [os.fsdecode(arg) for arg in args]
     if Forked.origin is None or not any("spawn_main" in word for word in words):
@@ -193,7 +193,7 @@ def _be(task: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     rank_zero = importlib.import_module("lightning.fabric.utilities.rank_zero")
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # as it is when Lightning is imported
     if task.get("unbuffered"):
-        sys.stdout.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue]
+        sys.stdout.reconfigure(write_through=True)  # pyrefly: ignore[missing-attribute]
     _nest()
     try:
         _run(task["words"], task.get("first"))
@@ -206,7 +206,7 @@ def _be(task: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
 
 def _end(code: int) -> NoReturn:
     """End this process as Python does, but for its modules; with what cannot be written the whole way."""
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    threading._shutdown()  # pyrefly: ignore[missing-attribute]
     atexit._run_exitfuncs()
     try:
         for stream in (sys.stdout, sys.stderr):

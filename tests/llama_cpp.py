@@ -45,7 +45,7 @@ def ask(path: Path, questions: Sequence[tuple[str, dict[str, Any]]]) -> list[Any
 
 def main() -> None:
     """Answer the questions of standard input."""
-    import xllamacpp  # pyright: ignore[reportMissingImports]
+    import xllamacpp  # pyrefly: ignore[missing-import]
 
     told = json.load(sys.stdin)
     options = xllamacpp.CommonParams()

@@ -164,10 +164,10 @@ def run_plugin(name: str, policies: Path, output: Path, **trainer: Any) -> dict[
         rows.append(row | ({"dataset": ("even", "odd")[number % 2]} if "twice" in name else {}))
     for split, some in (("train", rows), ("validation", rows[:3])):
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, some)))
-    source = {split: str(folder / f"{split}.jsonl") for split in ("train", "validation")}
+    source: dict[str, Any] = {split: str(folder / f"{split}.jsonl") for split in ("train", "validation")}
     mixture: dict[str, Any] = {"mixture": MixtureWeights({"even": 1.0, "odd": 1.0})} if "twice" in name else {}
     data = PromptDataModule(str(policy), **source, batch_size=4 // ranks, eval_batch_size=1, **mixture)
-    given = {
+    given: dict[str, Any] = {
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         "rewards": [RewardSpec(f"{__file__}:even_length")],
         "pass_reward": "even_length",

@@ -170,7 +170,8 @@ class Case:
                 return draw.choice([int, float, np.float32, np.int64])(self.counts[0])
 
         def state(self: Random) -> Any:
-            said = {"counts": self.counts, "number": self.number, "board": self.board, "done": bool(self.done)}
+            said: dict[str, Any] = {"counts": self.counts, "number": self.number, "board": self.board}
+            said["done"] = bool(self.done)
             if case.states == "slow":
                 time.sleep(0.005)
             if case.states == "raises":
@@ -187,7 +188,7 @@ class Case:
             vars(self).update(state)
 
         if case.states != "none":
-            Random.state, Random.restore = state, restore  # pyright: ignore[reportAttributeAccessIssue]
+            Random.state, Random.restore = state, restore
         return Random
 
 
@@ -270,7 +271,7 @@ class Play:
                     batches = iter(self.loader)
                     continue
                 self.generator.version = self.policy_version
-                self.session.next_batch(self, batch)  # pyright: ignore[reportArgumentType]
+                self.session.next_batch(self, batch)  # pyrefly: ignore[bad-argument-type]
                 self._learn(batch)
         finally:
             self.session.close()
@@ -280,7 +281,7 @@ class Play:
         self.empty += [list(group.key) for group in batch.groups if not group.rollouts]
         self.trained_on.append([_told(rollout.completion, rollout.rewards) for rollout in batch.rollouts])
         self.policy_version += 1
-        self.session.end_update(self, batch)  # pyright: ignore[reportArgumentType]
+        self.session.end_update(self, batch)  # pyrefly: ignore[bad-argument-type]
         batch.trained = True
         loader, left = self.loader.state_dict(), self.session.buffer._groups
         told = {"trained_on": self.trained_on, "empty": self.empty, "open": list(map(list, left))}

@@ -47,7 +47,8 @@ def train_on_sums(
     rows = [{"prompt": f"{n}+{n + 1}=", "solution": f"{n}bcdefgh"} for n in range(num_prompts)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = PromptDataModule(str(policy_folder), train=str(folder / "prompts.jsonl"), batch_size=batch_size)
-    usual = {"generator": SlotGenerator(6), "optimizer": sgd(0.5), "sampling": SamplingParams(max_tokens=24)}
+    usual: dict[str, Any] = {"generator": SlotGenerator(6), "optimizer": sgd(0.5)}
+    usual["sampling"] = SamplingParams(max_tokens=24)
     module: GRPOModule = make_module(policy_folder, **(usual | settings))
     scheduler = RolloutScheduler(plugins=plugins)
     limits: dict[str, Any] = {"max_steps": max_steps, "max_epochs": -1, "default_root_dir": folder}

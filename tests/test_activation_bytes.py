@@ -44,9 +44,9 @@ def tracked_bytes(policy: Any, num_tokens: int, mixed: bool) -> int:
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes['num_hidden_layers']} x {sizes['hidden_size']}")
 def test_bytes_of_a_token_are_those_of_torchs_tracker(sizes: dict[str, Any], precision: str) -> None:
     dtype, mixed = PRECISIONS[precision]
-    policy = random_policy(**sizes).to(dtype).train()
+    policy = random_policy(**sizes).to(dtype).train()  # pyrefly: ignore[bad-argument-type]
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed, cache_enabled=False):
-        said = kept_bytes(policy, shares_prefix=False).of_token  # pyright: ignore[reportArgumentType]
+        said = kept_bytes(policy, shares_prefix=False).of_token
     tracked = (tracked_bytes(policy, 256, mixed) - tracked_bytes(policy, 128, mixed)) / 128
     output = sizes["hidden_size"] * dtype.itemsize  # which the tracker counts, and autograd does not keep
     assert said + output == pytest.approx(tracked, rel=0.01)

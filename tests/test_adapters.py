@@ -91,7 +91,7 @@ def test_adapters_alone_are_a_folder_that_peft_loads(rslora: bool) -> None:
     adapters = dict(weights)
     assert list(adapters) == weights.names == list(weights.digests) and len(adapters) == 2 * 7 * 2
     with adapter_folder(adapters, policy) as folder:
-        loaded: Any = peft.PeftModel.from_pretrained(bare, str(folder))  # pyright: ignore[reportArgumentType]
+        loaded: Any = peft.PeftModel.from_pretrained(bare, str(folder))
         assert torch.allclose(loaded(ids).logits, expected, atol=1e-5)
     assert not folder.exists()
 
@@ -133,7 +133,7 @@ def test_adapters_that_vllm_does_not_take_are_refused(settings: Any, given: Any,
 
 def test_a_head_that_is_trained_whole_is_refused() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    policy: Any = peft.get_peft_model(random_policy(), config)  # pyright: ignore[reportArgumentType]
+    policy: Any = peft.get_peft_model(random_policy(), config)
     with pytest.raises(ValueError, match=r"model\.lora trains '.*modules_to_save"):
         adapter_arguments(find_adapters(policy), {})
 
@@ -141,7 +141,7 @@ def test_a_head_that_is_trained_whole_is_refused() -> None:
 @pytest.mark.parametrize("make", [VLLMGenerator, VLLMServerGenerator])
 def test_adapters_alone_of_a_policy_without_any_are_refused_before_vllm_starts(make: Any, policy_folder: Path) -> None:
     with pytest.raises(ValueError, match=r"adapters is alone, but the policy has none; set model\.lora"):
-        make(adapters="alone").start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
+        make(adapters="alone").start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))
 
 
 def test_what_does_not_go_with_adapters_alone_is_refused() -> None:
@@ -187,7 +187,7 @@ def test_adapters_travel_alone_where_that_can_be(
 def test_a_layer_name_that_no_layer_has_is_refused_though_another_one_fits() -> None:
     settings = LoraSettings(r=4, target_modules=["q_proj", "v_porj"])
     with pytest.raises(ValueError) as caught:
-        add_adapters(random_policy(), settings)  # pyright: ignore[reportArgumentType]
+        add_adapters(random_policy(), settings)
     assert str(caught.value) == (
         "lora.target_modules names 'v_porj', which no layer of Qwen3ForCausalLM is called; its linear layers are "
         "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj."
@@ -196,8 +196,8 @@ def test_a_layer_name_that_no_layer_has_is_refused_though_another_one_fits() -> 
 
 def test_the_default_layers_of_peft_are_those_of_the_policys_family() -> None:
     theirs, ours = random_policy(), random_policy()
-    peft.get_peft_model(theirs, peft.LoraConfig(r=2, task_type="CAUSAL_LM"))  # pyright: ignore[reportArgumentType]
-    add_adapters(ours, LoraSettings(r=2, target_modules="peft-default"))  # pyright: ignore[reportArgumentType]
+    peft.get_peft_model(theirs, peft.LoraConfig(r=2, task_type="CAUSAL_LM"))
+    add_adapters(ours, LoraSettings(r=2, target_modules="peft-default"))
     names = {name for name, _ in ours.named_modules() if name.endswith("lora_A")}
     assert names == {name for name, _ in theirs.named_modules() if name.endswith("lora_A")} and names
     ours = random_policy()
@@ -205,7 +205,7 @@ def test_the_default_layers_of_peft_are_those_of_the_policys_family() -> None:
     with pytest.raises(
         ValueError, match="peft has no default for the family unheard_of; name layers, or take all-linear"
     ):
-        add_adapters(ours, LoraSettings(target_modules="peft-default"))  # pyright: ignore[reportArgumentType]
+        add_adapters(ours, LoraSettings(target_modules="peft-default"))
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

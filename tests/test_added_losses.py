@@ -196,7 +196,7 @@ def learn(
         through.extend(parts[-1].rollouts)
         send(parts, *others)
 
-    learner.passes.gradient = watched  # pyright: ignore[reportAttributeAccessIssue]
+    learner.passes.gradient = watched  # pyrefly: ignore[bad-assignment]
     logs = learner.learn(groups)
     return steps.gradients[0], logs, through
 

@@ -192,7 +192,7 @@ def test_turns_are_streamed_and_ids_and_logprobs_come_with_them_where_asked() ->
         client = Client(base_url, api_key)
         fields = {"stream": True, "stream_options": {"include_usage": True}, "tools": [TOOL]}
         seen.append(client.chat(ASKED, **fields))
-        asked = {
+        asked: dict[str, Any] = {
             "role": "assistant",
             **json.loads(seen[0].text.split("\n\n")[0].removeprefix("data: "))["choices"][0]["delta"],
         }
@@ -517,7 +517,7 @@ def test_an_async_agent_that_blocks_its_loop_is_replaced() -> None:
             time.sleep(60)
         return await asyncio.to_thread(two_turns, base_url, api_key, **columns)
 
-    assert only(play(worker_of(solve, timeout_s=5))).episode.reward == 0.5  # pyright: ignore
+    assert only(play(worker_of(solve, timeout_s=5))).episode.reward == 0.5  # pyrefly: ignore[missing-attribute]
 
 
 def test_waiting_for_a_thread_or_for_the_policy_is_no_hanging() -> None:
@@ -716,7 +716,7 @@ def test_an_object_of_a_class_gives_its_reward_later_and_is_handed_to_reward_fun
     (group,) = play(worker, listeners=[runner])
     runner.close()
     assert group.rollouts[0].rewards == {"Solver": 6.0, "closed": 0.0}
-    assert group.rollouts[0].completion.episode.environment.closed  # pyright: ignore
+    assert group.rollouts[0].completion.episode.environment.closed  # pyrefly: ignore[missing-attribute]
 
 
 EARNED = {"reward": 0.5, "turn_rewards": [0.25, 1]}
@@ -741,7 +741,7 @@ def test_what_turns_earned_by_themselves_is_trained_on_by_turn(agent: Any) -> No
     (group,) = play(worker, rows=[{"prompt": "Guess."}], num_generations=2)
     assert [rollout.turn_rewards for rollout in group.rollouts] == [(0.25, 1.0)] * 2
     assert [reward.name for reward in worker.rewards] == [agent.__name__]
-    assert {rollout.completion.episode.reward for rollout in group.rollouts} == {0.5}  # pyright: ignore
+    assert {rollout.completion.episode.reward for rollout in group.rollouts} == {0.5}  # pyrefly: ignore[missing-attribute]
     group.rollouts[1].turn_rewards = (0.75, 0.0)
     for rollout in group.rollouts:
         rollout.reward = 0.5

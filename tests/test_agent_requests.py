@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import json
 import logging
@@ -121,9 +122,7 @@ HUGE: dict[Form, Any] = {
     **{form: [*range(20_000)] for form in (fields.LIST, fields.INTEGERS)},
     fields.TEXTS: ["x"] * 20_000,
 }
-NESTED: Any = None
-for _ in range(150):
-    NESTED = [NESTED]
+NESTED: Any = functools.reduce(lambda inner, _: [inner], range(150), None)
 SEEN_AS_WRONG = (fields.FLAG, fields.FLAG_OR_INTEGER, fields.INTEGER, fields.NUMBER, fields.NAME)
 """Forms of which the huge value is refused, because it is none of them."""
 BY_HAND = ("messages", "tools", "token_ids", "sampling_params", "stop", "stop_token_ids", "stream")
@@ -435,9 +434,8 @@ def test_what_is_no_http_is_refused_without_a_word_to_the_user(
     assert not warnings_of(caplog) and client.say(ASKED)["content"] == "turn"
 
 
-DEEP: Any = {"type": "string"}
-for _ in range(80):
-    DEEP = {"type": "object", "properties": {"a": DEEP}}
+STRING: Any = {"type": "string"}
+DEEP = functools.reduce(lambda inner, _: {"type": "object", "properties": {"a": inner}}, range(80), STRING)
 ACCEPTED: dict[str, Any] = {
     "parts of text": message(content=[{"type": "text", "text": "Gue"}, {"type": "text", "text": "ss."}]),
     "a name": message(name="me"),
@@ -522,7 +520,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(
         if route == "chat":
             answered = client.chat(ASKED, first, user("x" * 10**7))
         else:
-            token_ids = [*dialogue.request.prompt.token_ids, *dialogue.completion.token_ids_T.tolist()]  # pyright: ignore
+            token_ids = [*dialogue.request.prompt.token_ids, *dialogue.completion.token_ids_T.tolist()]  # pyrefly: ignore[missing-attribute]
             answered = client.generate([*token_ids, *[5] * 10**6])
     assert answered.json()["error"]["code"] == "context_length_exceeded"
     assert one_sentence(answered).startswith("This trajectory is at its maximum context length: ")
@@ -680,7 +678,7 @@ def test_openais_client_is_answered_with_the_options_that_people_use(
         )
         chunks = list(stream)
     assert choice.finish_reason == "tool_calls" and made.function.arguments == '{"a": 3}'
-    assert chunks[-1].usage.completion_tokens == len(dialogue.completion.turns[1])  # pyright: ignore
+    assert chunks[-1].usage.completion_tokens == len(dialogue.completion.turns[1])  # pyrefly: ignore[missing-attribute]
     told = {each.split()[3] for each in warnings_of(caplog) if each.startswith("An agent requests")}
     assert told == {"temperature", "top_p", "max_completion_tokens", "seed", "top_logprobs", "metadata", "user"}
     for field, value in (("reasoning_effort", "low"), ("response_format", {"type": "json_object"}), ("n", 2)):

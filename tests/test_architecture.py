@@ -37,7 +37,7 @@ def test_what_a_model_makes_of_its_heads_outputs_is_found_in_its_own_forward(fam
     assert logit_map(model) == expected
     ids = torch.tensor([[7, 8, 9, 10]])
     with torch.no_grad():
-        own = model(input_ids=ids, use_cache=False).logits  # pyright: ignore[reportCallIssue]
+        own = model(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(token_logits(model, hidden_states(model, ids)), own, rtol=1e-5, atol=1e-6)
     head = linear_head(model)
     assert head is not None and (head.scale, head.cap) == (expected.scale, expected.cap)

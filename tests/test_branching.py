@@ -105,7 +105,7 @@ def test_what_has_ended_is_forked_and_its_group_is_whole_once() -> None:
         ({2: fork((0, 0)), 4: fork((0, 0))}, r"\(0, 0\)\) is in work already; give each sample a path of its own"),
         ({3: fork((1,))}, r"Sample \(1,\) of \('a', 0\) has ended; give each sample a path of its own"),
         (
-            {3: Answer(submit=[Request(prompts("a")[0], (4,), SAMPLING, 0, completion(None, 9))])},  # pyright: ignore
+            {3: Answer(submit=[Request(prompts("a")[0], (4,), SAMPLING, 0, completion(None, 9))])},  # pyrefly: ignore[bad-argument-type]
             r"sample \(4,\) of prompt 'a' has 9 tokens, and sampling.max_tokens 9 allows no 10",
         ),
     ],

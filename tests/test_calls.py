@@ -169,8 +169,8 @@ def family(name: str) -> Any:
     template = (folder / f"{name}.jinja").read_text()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     names = dict.fromkeys([*TOKEN.findall(template), "<\uff5cend▁of▁sentence\uff5c>", "<|endoftext|>", "<bos>"])
     tokenizer.add_tokens([AddedToken(each, special=not each.startswith(("</", "<t", "<a"))) for each in names])
     end = "<\uff5cend▁of▁sentence\uff5c>" if "deepseek" in name else next(end for end in ENDS if end in names)

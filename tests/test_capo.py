@@ -131,7 +131,7 @@ class ByHand(Capo):
 
     def on_minibatch(self, step: Step) -> None:
         for rollout in step.rollouts:
-            step.set("mask", rollout, self.given[rollout.completion.request.key])  # pyright: ignore[reportAttributeAccessIssue]
+            step.set("mask", rollout, self.given[rollout.completion.request.key])
 
 
 def test_two_choices_of_tokens_and_bounds_of_nothing_are_refused() -> None:

@@ -184,7 +184,7 @@ class Begun(Callback):
 
 def adapter_of(policy_folder: Path, folder: Path) -> Path:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    peft.get_peft_model(load_policy(str(policy_folder)), config).save_pretrained(str(folder))  # pyright: ignore
+    peft.get_peft_model(load_policy(str(policy_folder)), config).save_pretrained(str(folder))
     return folder
 
 

@@ -37,9 +37,9 @@ def unigram() -> Any:
     letters = [(letter, -3.0) for letter in '▁abcdefghijklmnopqrstuvwxyz<>|/_\n.{}":']
     vocabulary = [("<unk>", 0.0), ("<|im_start|>", 0.0), ("<|im_end|>", 0.0), ("▁the", -1.0), *letters]
     tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # pyright: ignore
-    tokenizer.normalizer = normalizers.NFKC()  # pyright: ignore
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")  # pyright: ignore
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     tokenizer.add_tokens([AddedToken(each, special=True) for each in ("<|im_start|>", "<|im_end|>", "<unk>")])
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", unk_token="<unk>")
     made.chat_template = CHATML
@@ -173,7 +173,7 @@ ROWS = [
 
 
 def data_of(**options: Any) -> PromptDataModule:
-    data = PromptDataModule(train=ROWS, batch_size=1, **options)  # pyright: ignore
+    data = PromptDataModule(train=ROWS, batch_size=1, **options)  # pyrefly: ignore[bad-argument-type]
     data.__dict__["_tokenizer"] = chat_tokenizer()
     data.setup("fit")
     return data

@@ -383,7 +383,8 @@ def test_other_content_of_as_many_prompts_is_an_error_on_resume() -> None:
     prompts = [replace(prompt, columns={"answer": "1"}) for prompt in numbered(3)]
     state = PromptLoader(prompts, 2).state_dict()
     PromptLoader([replace(prompt) for prompt in prompts], 1).load_state_dict(state)
-    for change in ({"token_ids": (7,)}, {"columns": {"answer": "2"}}):
+    changes: list[dict[str, Any]] = [{"token_ids": (7,)}, {"columns": {"answer": "2"}}]
+    for change in changes:
         others = [*prompts[:2], replace(prompts[2], **change)]
         with pytest.raises(ValueError, match=r"stream of prompts: digest_of_prompts was \w+ and is now \w+; restore"):
             PromptLoader(others, 2).load_state_dict(state)

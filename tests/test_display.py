@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from lightning.pytorch.loggers import WandbLogger
-from lit_grpo.callbacks.progress_bar import (  # pyright: ignore[reportMissingImports]
+from lit_grpo.callbacks.progress_bar import (  # pyrefly: ignore[missing-import]
     VALIDATED_AT,
     RolloutCount,
     UpdateCount,
@@ -23,7 +23,7 @@ from lit_grpo.callbacks.progress_bar import (  # pyright: ignore[reportMissingIm
     run_fields,
     update_fields,
 )
-from lit_grpo.callbacks.run_summary import _commands  # pyright: ignore[reportMissingImports]
+from lit_grpo.callbacks.run_summary import _commands  # pyrefly: ignore[missing-import]
 from packaging.version import Version
 from rich.cells import cell_len
 from rich.console import Console
@@ -143,7 +143,7 @@ def test_kernels_that_are_missing_are_named_once_on_a_gpu_and_are_not_spoken_of_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(MISSING_KERNELS, "packages", {})
-    warning_once: Any = logging.Logger.warning_once  # pyright: ignore[reportAttributeAccessIssue]
+    warning_once: Any = logging.Logger.warning_once  # pyrefly: ignore[missing-attribute]
     warning_once.cache_clear()
     with quiet():
         policy: Any = load_policy("tiny_hybrid")

@@ -143,7 +143,7 @@ def test_what_is_no_class_of_its_kind_is_refused_before_it_is_called(field: str,
     group, name = field.split(".")
     settings = Namespace(**{group: Namespace(**{name: Namespace(class_path=class_path, init_args=Namespace())})})
     with pytest.raises(ValueError, match=f"{field} names '{class_path}', {said}"):
-        check_values(settings, {})  # pyright: ignore[reportArgumentType]
+        check_values(settings, {})  # pyrefly: ignore[bad-argument-type]
     right = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1}}
     check_values(json.loads(json.dumps({"model": {"optimizer": right}})), {})
 

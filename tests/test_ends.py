@@ -26,7 +26,7 @@ A, B, C = 18, 19, 20
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> PolicySpec:
     folder = save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return PolicySpec(random_policy(), load_tokenizer(folder))  # pyright: ignore[reportArgumentType]
+    return PolicySpec(random_policy(), load_tokenizer(folder))
 
 
 def of(*token_ids: Any, reason: str | None = None, logprobs: Any = None) -> SampledChunk:
@@ -173,8 +173,8 @@ def test_a_server_that_sends_what_no_engine_can_sample_has_failed(
     generator._streams.give_ticket(stream)
     assert stream.ticket is not None
     arrivals = [Arrival(stream.ticket, of(A, 35))]
-    generator._at[stream] = SimpleNamespace(client=SimpleNamespace(url="http://one"))  # pyright: ignore
-    generator._pump = SimpleNamespace(arrivals=lambda timeout_s: arrivals)  # pyright: ignore
+    generator._at[stream] = SimpleNamespace(client=SimpleNamespace(url="http://one"))  # pyrefly: ignore[unsupported-operation]
+    generator._pump = SimpleNamespace(arrivals=lambda timeout_s: arrivals)  # pyrefly: ignore[bad-assignment]
     monkeypatch.setattr(generator, "_fail", lambda stream, error: failures.append(error))
     generator._receive(StepEvents(num_active=1))
     (failure,) = failures

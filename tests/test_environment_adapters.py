@@ -195,10 +195,10 @@ def test_an_action_that_a_server_refuses_is_answered_by_its_error(code: str | No
 def adding_server() -> Iterator[type]:
     """A server of OpenEnv on loopback; yields an environment that adds with it."""
     pytest.importorskip("openenv")
-    from openenv.core.env_client import EnvClient, StepResult  # pyright: ignore[reportMissingImports]
-    from openenv.core.env_server import create_fastapi_app  # pyright: ignore[reportMissingImports]
-    from openenv.core.env_server.interfaces import Environment  # pyright: ignore[reportMissingImports]
-    from openenv.core.env_server.types import Action, Observation, State  # pyright: ignore[reportMissingImports]
+    from openenv.core.env_client import EnvClient, StepResult  # pyrefly: ignore[missing-import]
+    from openenv.core.env_server import create_fastapi_app  # pyrefly: ignore[missing-import]
+    from openenv.core.env_server.interfaces import Environment  # pyrefly: ignore[missing-import]
+    from openenv.core.env_server.types import Action, Observation, State  # pyrefly: ignore[missing-import]
 
     class Add(Action):
         number: int

@@ -17,7 +17,7 @@ import pytest
 import torch
 from conversations import SAMPLING, Scripted, call, chat_tokenizer, only, prompts_of, text_of
 from conversations import play as play_with
-from lit_grpo.callbacks.sample_logger import _row  # pyright: ignore[reportMissingImports]
+from lit_grpo.callbacks.sample_logger import _row  # pyrefly: ignore[missing-import]
 
 from lit_grpo.checks import check_prompt_lengths
 from lit_grpo.data.chat import UnusableRow
@@ -131,7 +131,8 @@ def buffer_of(
     worker: Trajectories, number: int = 9, num_generations: int = 1, sampling: SamplingParams = SAMPLING, **rule: Any
 ) -> RolloutBuffer:
     """A buffer that keeps its only prompt, whose environment has ``number`` to be guessed, until all have ended."""
-    buffer = RolloutBuffer(ReleaseRule(**{"num_groups": 1, "leftovers": "keep", "max_staleness": 9} | rule))
+    usual: dict[str, Any] = {"num_groups": 1, "leftovers": "keep", "max_staleness": 9}
+    buffer = RolloutBuffer(ReleaseRule(**usual | rule))
     prompts = prompts_of(worker, [{"prompt": "?", "number": number}])
     buffer.open(group_requests(prompts, num_generations, sampling, 0))
     return buffer
@@ -169,7 +170,7 @@ def test_async_tools_several_calls_of_a_turn_and_errors_are_answered_in_their_or
         return "Now:" + "".join(calls) + "<tool_call>{oops</tool_call>" if turn == 0 else "Done."
 
     worker = worker_of(Guess)
-    messages = only(play(worker, says)).episode.messages  # pyright: ignore
+    messages = only(play(worker, says)).episode.messages  # pyrefly: ignore[missing-attribute]
     assert [message["content"] for message in messages[1:-1]] == [
         "3",
         "right",
@@ -396,7 +397,7 @@ def test_a_tool_that_computes_for_too_long_is_the_policys_fault_and_it_is_told(m
     monkeypatch.setattr("lit_grpo.environments.live.COMPUTED", 0.0)
     worker = worker_of(tools=[sleepy], tool_timeout_s=0.1)
     says = lambda _, turn: "ok" if turn else call("sleepy", seconds=20)  # noqa: E731
-    messages = only(play(worker, says)).episode.messages  # pyright: ignore
+    messages = only(play(worker, says)).episode.messages  # pyrefly: ignore[missing-attribute]
     assert messages[1]["content"] == "{'error': 'the call took longer than 0.1 s'}"
 
 
@@ -443,7 +444,7 @@ def test_an_error_that_would_end_what_waits_for_it_is_an_answer_too(tool: Any, t
     rollout.start()
     rollout.join(120)  # it waited for ever
     (group,) = found
-    assert only([group]).episode.messages[1]["content"] == f"{{'error': '{told}'}}"  # pyright: ignore
+    assert only([group]).episode.messages[1]["content"] == f"{{'error': '{told}'}}"  # pyrefly: ignore[missing-attribute]
 
 
 class ClosesSlowly(Guess):
@@ -474,7 +475,7 @@ def test_what_a_failed_environment_takes_to_close_is_not_the_next_ones_time() ->
         assert ClosesSlowly.made == 1 or ClosesSlowly.closed.wait(300)  # before the last calls
         return counting(request, turn)
 
-    assert only(play(worker, slowly)).episode.reward == 1.0  # pyright: ignore
+    assert only(play(worker, slowly)).episode.reward == 1.0  # pyrefly: ignore[missing-attribute]
 
 
 def test_all_calls_of_a_trajectory_together_are_limited() -> None:
@@ -490,7 +491,7 @@ def test_a_long_answer_is_cut_in_the_middle_and_says_so() -> None:
         return "begin " + "x" * 1_000_000 + " end"
 
     worker = worker_of(tools=[long], max_answer_tokens=40)
-    content = only(play(worker, lambda _, turn: call("long") if not turn else "ok")).episode.messages[1]["content"]  # pyright: ignore
+    content = only(play(worker, lambda _, turn: call("long") if not turn else "ok")).episode.messages[1]["content"]  # pyrefly: ignore[missing-attribute]
     assert content.startswith("begin xxx") and content.endswith("xxx end")
     assert "characters are left out here" in content and len(content) < 200
     assert worker.metrics()["environments/shortened_answers"] == 1
@@ -631,7 +632,7 @@ def test_trajectories_go_on_after_a_kill_where_their_environments_can(restored: 
     buffer.load_state_dict(saved)
     run_on(worker, buffer, says)
     (group,) = buffer.take()
-    assert [each.completion.episode.reward for each in group.rollouts] == [1.0, 1.0]  # pyright: ignore
+    assert [each.completion.episode.reward for each in group.rollouts] == [1.0, 1.0]  # pyrefly: ignore[missing-attribute]
     assert {len(each.completion.turns) for each in group.rollouts} == {10}
     assert worker.metrics()["environments/restarted"] == (0 if restored else 2)
     worker.close()
@@ -784,12 +785,12 @@ def test_environments_are_closed_once_they_have_been_scored() -> None:
     (prompt,) = prompts_of(worker, [{"prompt": "?", "number": 3}])
     loop = RolloutLoop(Scripted(chat_tokenizer(), counting), listeners=[worker])
     (first,) = loop.collect([prompt], 1, SAMPLING, 0)[0]
-    environment = first.rollouts[0].completion.episode.environment  # pyright: ignore
+    environment = first.rollouts[0].completion.episode.environment  # pyrefly: ignore[missing-attribute]
     loop.collect([replace(prompt, visit=1)], 1, SAMPLING, 0)
     assert not environment.closed
     loop.collect([replace(prompt, visit=2)], 1, SAMPLING, 0)
     _until(lambda: environment.closed)
-    assert first.rollouts[0].completion.episode.environment is None  # pyright: ignore
+    assert first.rollouts[0].completion.episode.environment is None  # pyrefly: ignore[missing-attribute]
     worker.close()
 
 
@@ -804,7 +805,7 @@ def _until(so: Callable[[], bool]) -> None:
 
 
 class Unhinted(Guess):
-    def fly(self, where) -> str:  # pyright: ignore
+    def fly(self, where) -> str:
         """Fly."""
         return ""
 

@@ -51,7 +51,7 @@ def of(estimator: str) -> Callable[[Rewards], torch.Tensor]:
         def compute_flat(rewards_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
             prompt_ids = [f"train/{row}" for row in range(len(rewards))]
             groups = GroupRewards(rewards_R, rewards_R[:, None], groups_R, prompt_ids)
-            return Advantages(estimator).compute(groups, torch.ones(1), PromptHistory())  # pyright: ignore[reportArgumentType]
+            return Advantages(estimator).compute(groups, torch.ones(1), PromptHistory())
 
         return rows(compute_flat, torch.tensor(rewards))
 

@@ -409,7 +409,7 @@ def test_a_task_of_the_harness(tmp_path: Path) -> None:
     assert [grade(row, [text]) for text in ("it is 5.", "5, no: 6")] == [{"exact_match": 1.0}, {"exact_match": 0.0}]
 
 
-COMPARED = {
+COMPARED: dict[str, dict[str, Any]] = {
     "the whole text": {},
     "a pattern": {"pattern": r"=(\d+)"},
     "the last one": {"pattern": r"(\d+)\D*$"},
@@ -489,10 +489,10 @@ def test_a_task_has_the_tokens_that_the_policy_reads_or_is_refused(
 ) -> None:
     rows = [Prompt(f"test/{number}", ids, text) for number, (text, ids) in enumerate(prompts)]
     if isinstance(adds, bool):
-        assert adds_special_tokens(rows, Spells()) == adds  # pyright: ignore[reportArgumentType]
+        assert adds_special_tokens(rows, Spells()) == adds  # pyrefly: ignore[bad-argument-type]
         return
     with pytest.raises(ValueError, match=f"would read other tokens than the policy does in row {adds}"):
-        adds_special_tokens(rows, Spells())  # pyright: ignore[reportArgumentType]
+        adds_special_tokens(rows, Spells())  # pyrefly: ignore[bad-argument-type]
 
 
 def test_another_reward_than_exact_match_is_no_task() -> None:

@@ -106,7 +106,7 @@ def test_transformers_own_reader_opens_the_file(tmp_path: Path) -> None:
     write_gguf(made("llama", tmp_path / "policy"), tmp_path / "model.gguf", "f32", "a model")
     again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     torch.testing.assert_close(logits(load_policy(str(tmp_path / "policy"))), logits(again), rtol=0, atol=1e-5)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.bos_token is None
 

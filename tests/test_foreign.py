@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import table_rows
 from lightning.pytorch.loggers import CSVLogger, Logger
-from lit_grpo.callbacks.run_checkpoint import run_name  # pyright: ignore[reportMissingImports]
+from lit_grpo.callbacks.run_checkpoint import run_name  # pyrefly: ignore[missing-import]
 from test_reward_runner import make_group
 
 from lit_grpo import foreign
@@ -271,7 +271,7 @@ class Sending(Logger):
 
 
 def divides() -> None:
-    print(1 / 0)
+    print(1 / 0)  # pyrefly: ignore[division-by-zero]
 
 
 def test_an_error_names_the_hook_that_raises_it_and_stays_what_it_is() -> None:
@@ -327,9 +327,9 @@ def fails(*_: Any, **__: Any) -> Any:
 class Forms(Sending):
     """A logger whose parts have forms of every kind."""
 
-    save = staticmethod(fails)  # pyright: ignore[reportAssignmentType]
-    finalize = classmethod(fails)  # pyright: ignore[reportAssignmentType]
-    log_graph = functools.partialmethod(fails, "graph")  # pyright: ignore[reportAssignmentType]
+    save = staticmethod(fails)
+    finalize = classmethod(fails)
+    log_graph = functools.partialmethod(fails, "graph")
     experiment = functools.cached_property(fails)
 
     def __init__(self) -> None:
@@ -355,10 +355,10 @@ def test_functions_that_a_callback_of_lightning_is_given_are_guarded_and_its_own
     from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 
     callback, stopping = LambdaCallback(on_train_start=fails), EarlyStopping("reward")
-    callback.on_train_end = stopping.on_validation_end  # pyright: ignore[reportAttributeAccessIssue]
+    callback.on_train_end = stopping.on_validation_end
     Observers().guard([callback, stopping])
     with pytest.raises(KeyError) as raised:
-        callback.on_train_start(None, None)  # pyright: ignore[reportArgumentType]
+        callback.on_train_start(None, None)  # pyrefly: ignore[bad-argument-type]
     owner = "callback lightning.pytorch.callbacks.lambda_function.LambdaCallback, hook on_train_start"
     assert owner_of(raised.value) == owner
     assert callback.on_train_end == stopping.on_validation_end

@@ -101,7 +101,7 @@ def test_a_fork_after_an_answer_has_the_environment_of_that_moment(kind: type[Co
         assert rewards[path] == number + turn + (3 - turn) * (1 + sum(path))
     assert kind.num_reset == 2 and worker.metrics()["environments/restarted"] == 0
     for rollout in group.rollouts:
-        messages = rollout.completion.episode.messages  # pyright: ignore
+        messages = rollout.completion.episode.messages  # pyrefly: ignore[missing-attribute]
         assert [message["role"] for message in messages] == ["assistant", "tool"] * 3 + ["assistant"]
         assert len(rollout.completion.turns) == 4
 
@@ -146,7 +146,7 @@ def test_stateless_tools_go_with_forks() -> None:
     forks = Forks()
     (group,) = play(worker_of(tools=[add]), adds, ROWS, listeners=[forks])
     said = {
-        each.completion.request.path: [message.get("content") for message in each.completion.episode.messages]  # pyright: ignore
+        each.completion.request.path: [message.get("content") for message in each.completion.episode.messages]  # pyrefly: ignore[missing-attribute]
         for each in group.rollouts
     }
     assert len(said) == 3 and said[0, 0][3] == "1" and said[0,][3] == "1" and said[0, 1][1::2] == ["0", "1"]

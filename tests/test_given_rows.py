@@ -93,7 +93,7 @@ class Asynchronous:
 def polars_frame() -> Any:
     """A stand-in of the class ``polars.DataFrame``, which is not among the tests' packages."""
     kind = type("DataFrame", (), {"__module__": "polars.dataframe", "iter_rows": lambda self, named: iter(ROWS)})
-    kind.__iter__ = lambda self: iter(["a series"])  # pyright: ignore[reportAttributeAccessIssue]
+    kind.__iter__ = lambda self: iter(["a series"])  # pyrefly: ignore[missing-attribute]
     return kind()
 
 

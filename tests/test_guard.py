@@ -56,7 +56,7 @@ def ask(guard: Guard, method: str, path: str, run: str = "", **options: Any) -> 
     headers = {"Authorization": f"Bearer {TOKEN}", RUN_HEADER: run} | options.pop("headers", {})
 
     async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app=guard)  # pyright: ignore[reportArgumentType]
+        transport = httpx.ASGITransport(app=guard)  # pyrefly: ignore[bad-argument-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
             request = client.build_request(method, path, headers=headers, **options)
             for name in [name for name, value in headers.items() if value is None]:
@@ -86,7 +86,7 @@ def owned(guard: Guard, run: str) -> Iterator[int]:
         "path": OWNER_PATH,
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }
-    answer = loop.begin(guard(scope, receive, send))  # pyright: ignore[reportArgumentType]
+    answer = loop.begin(guard(scope, receive, send))
     assert began.wait(10.0)
     try:
         yield status[0]
@@ -151,7 +151,7 @@ def test_websockets_are_closed(guard: Guard, app: App) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    asyncio.run(guard({"type": "websocket", "path": "/v1/realtime", "headers": []}, send, send))  # pyright: ignore
+    asyncio.run(guard({"type": "websocket", "path": "/v1/realtime", "headers": []}, send, send))  # pyrefly: ignore[bad-argument-type]
     assert sent == [{"type": "websocket.close", "code": 1008}] and not app.reached
 
 
@@ -191,7 +191,7 @@ def test_an_error_names_it_too(guard: Guard, app: App, monkeypatch: pytest.Monke
         raise ValueError("another model is served")
 
     monkeypatch.setattr(guard, "_app", failing)
-    transport = httpx.ASGITransport(app=guard, raise_app_exceptions=False)  # pyright: ignore[reportArgumentType]
+    transport = httpx.ASGITransport(app=guard, raise_app_exceptions=False)  # pyrefly: ignore[bad-argument-type]
 
     async def send() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -184,7 +184,8 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def data_of(tokenizer: str, hint: str, rows: Any = ROWS, **options: Any) -> PromptDataModule:
-    data = PromptDataModule(tokenizer, train=rows, **{"batch_size": 5, "shuffle": False, **options})
+    usual: dict[str, Any] = {"batch_size": 5, "shuffle": False}
+    data = PromptDataModule(tokenizer, train=rows, **usual | options)
     data.setup("fit")
     data.plug_in(None, [] if hint == "none" else [fresh(plugin(hint))], on_demand=False)
     return data
@@ -264,7 +265,7 @@ def test_what_hints_can_make_of_prompts_is_checked_with_them(tokenizer: str) -> 
     data = data_of(tokenizer, "reference_hint")
     trainer: Any = SimpleNamespace(datamodule=data)
     assert [prompt.text for prompt in asked_prompts(trainer)["train"][10:]] == ["9+9=abcdefghi"] * 2
-    assert asked_prompts(SimpleNamespace(datamodule=data_of(tokenizer, "none")))["train"] == data.prompts["train"]  # pyright: ignore[reportArgumentType]
+    assert asked_prompts(SimpleNamespace(datamodule=data_of(tokenizer, "none")))["train"] == data.prompts["train"]  # pyrefly: ignore[bad-argument-type]
 
     @dataclass
     class LongAtFirst(Hint):

@@ -97,7 +97,8 @@ class Misspelled(Plugin):
 
 
 def overriding(**members: Any) -> Plugin:
-    return dataclass(type("Mine", (Plugin,), members))()
+    kind: Any = type("Mine", (Plugin,), members)
+    return dataclass(kind)()
 
 
 def named(name: str) -> Plugin:
@@ -561,8 +562,8 @@ def test_all_rollouts_have_as_many_candidates() -> None:
 @pytest.mark.parametrize("base", [Listener, Plugin])
 def test_a_class_has_the_traits_of_all_its_bases_unless_it_says_its_own(base: type[Listener]) -> None:
     forks, waits = (type("Base", (base,), {"traits": frozenset({trait})}) for trait in ("forks", "lock_step"))
-    assert type("Both", (forks, waits), {}).traits == {"forks", "lock_step"}  # pyright: ignore[reportAttributeAccessIssue]
-    assert type("Own", (forks, waits), {"traits": frozenset()}).traits == set()  # pyright: ignore[reportAttributeAccessIssue]
+    assert type("Both", (forks, waits), {}).traits == {"forks", "lock_step"}  # pyrefly: ignore[missing-attribute]
+    assert type("Own", (forks, waits), {"traits": frozenset()}).traits == set()  # pyrefly: ignore[missing-attribute]
 
 
 def test_every_hook_has_a_form() -> None:

@@ -183,7 +183,7 @@ def test_a_completion_of_a_hostile_server_is_a_failure_of_that_server(
     monkeypatch.setattr(http, "_MAX_LINE", 1024)
     behave, said = COMPLETIONS[name]
     client.watch.timeout_s = 0.5 if "drip" in name else 60.0
-    server.RequestHandlerClass.behave = behave  # pyright: ignore
+    server.RequestHandlerClass.behave = behave  # pyrefly: ignore[missing-attribute]
     failure = sample(client)[-1]
     assert isinstance(failure, ServerError)  # what ends no run: others go on with what was asked of it
     assert failure.args[0].startswith(f"The vLLM server at {client.url} ")
@@ -211,7 +211,7 @@ def test_an_answer_of_a_hostile_server_is_a_failure_of_that_server(
     monkeypatch.setattr(http, "_MAX_ANSWER", 4096)
     client.watch.timeout_s = 0.5 if "drip" in name else 60.0
     behave, said = CONTROL[name]
-    server.RequestHandlerClass.behave = behave  # pyright: ignore
+    server.RequestHandlerClass.behave = behave  # pyrefly: ignore[missing-attribute]
     with pytest.raises(ServerError, match=said):
         client.ask("GET", "/version", read=lambda answer: str(answer["version"]))
 
@@ -245,9 +245,9 @@ def test_a_server_that_cannot_be_taken_is_told_with_one_remedy(
 ) -> None:
     client.watch.timeout_s = 0.5 if "drip" in name else 60.0
     behave, remedy = REMEDIES[name]
-    server.RequestHandlerClass.behave = behave  # pyright: ignore
+    server.RequestHandlerClass.behave = behave  # pyrefly: ignore[missing-attribute]
     with pytest.raises(ValueError, match=re.escape(remedy)) as refused:
-        Server(client).introduce(None)  # pyright: ignore[reportArgumentType]
+        Server(client).introduce(None)  # pyrefly: ignore[bad-argument-type]
     assert len(re.findall("[Ss]tart it |set LIT_|use its|take it|name the|Run the", str(refused.value))) == 1
 
 
@@ -255,20 +255,20 @@ def test_a_server_of_ours_that_cannot_be_taken_is_told_with_its_log(
     server: ThreadingHTTPServer, client: ServerClient
 ) -> None:
     """Nobody but the run starts it."""
-    server.RequestHandlerClass.behave = lambda self: self.answer(b"", 500)  # pyright: ignore
+    server.RequestHandlerClass.behave = lambda self: self.answer(b"", 500)  # pyrefly: ignore[missing-attribute]
     process: Any = SimpleNamespace(runs=True, log="its.log", keep_log=lambda: None)
     with pytest.raises(ValueError, match=r"answers /version with: 500 +What it said is in its\.log\.$"):
-        Server(client, process).introduce(None)  # pyright: ignore[reportArgumentType]
+        Server(client, process).introduce(None)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_server_that_talks_on_after_the_end_holds_nothing(server: ThreadingHTTPServer, client: ServerClient) -> None:
-    server.RequestHandlerClass.behave = lambda self: self.stream(event(), *[event()] * 10_000)  # pyright: ignore
+    server.RequestHandlerClass.behave = lambda self: self.stream(event(), *[event()] * 10_000)  # pyrefly: ignore[missing-attribute]
     assert sample(client) == [SampledChunk([5], [-1.0], "stop")]
 
 
 @pytest.mark.parametrize("number", table_rows([40, 200], [40]))
 def test_many_completions_leave_no_socket_open(number: int, server: ThreadingHTTPServer, client: ServerClient) -> None:
-    server.RequestHandlerClass.behave = lambda self: self.answer(  # pyright: ignore
+    server.RequestHandlerClass.behave = lambda self: self.answer(  # pyrefly: ignore[missing-attribute]
         event(), kind="text/event-stream"
     )
     sample(client)

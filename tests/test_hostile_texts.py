@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import table_rows
-from lit_grpo.callbacks.sample_logger import _markdown as table_of_a_logger  # pyright: ignore[reportMissingImports]
+from lit_grpo.callbacks.sample_logger import _markdown as table_of_a_logger  # pyrefly: ignore[missing-import]
 from made_runs import make_run
 from markdown_it import MarkdownIt
 from rich.console import Console

@@ -55,7 +55,7 @@ def solved(prompt: str) -> list[str]:
 def renamed(puzzle: Puzzle, rng: random.Random) -> Puzzle:
     """The same puzzle by other names, those that a claim is about in another order."""
     letters = CHARACTERS[: puzzle.num_characters]
-    names = dict(zip(letters, rng.sample(letters, len(letters)), strict=True))
+    names: dict[str, str] = dict(zip(letters, rng.sample(letters, len(letters)), strict=True))
     claims = []
     for claim in puzzle.claims:
         about = rng.sample([names[claim.first], names[claim.second]], 2)
@@ -66,7 +66,7 @@ def renamed(puzzle: Puzzle, rng: random.Random) -> Puzzle:
 def test_every_line_that_a_working_gives_up_breaks_the_claim_that_it_names_last() -> None:
     for puzzle in draw(200):
         for part in working(puzzle).split("!")[:-1]:
-            knights = {letter for letter in CHARACTERS if part.rfind(letter) > part.rfind(letter.lower())}
+            knights: set[str] = {letter for letter in CHARACTERS if part.rfind(letter) > part.rfind(letter.lower())}
             (claim,) = [claim.text for claim in puzzle.claims if claim.speaker == part[-4].upper()]
             assert true(claim, knights) != (claim[0] in knights)
 
@@ -118,4 +118,4 @@ def test_the_hasty_guess_where_there_are_three_characters() -> None:
 )
 def test_bad_arguments_are_refused_in_one_sentence(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        KnightsRows(**arguments)  # pyright: ignore[reportArgumentType]
+        KnightsRows(**arguments)  # pyrefly: ignore[bad-argument-type]

@@ -72,7 +72,7 @@ def test_a_request_is_admitted_exactly_where_every_step_to_come_fits() -> None:
     rng, decided = random.Random(0), {1: 0, 0: 0}
     for _ in range(200):
         number = rng.randint(1, 6)
-        lengths = {("a", 0, (sample,)): rng.randint(1, 400) for sample in range(number + 1)}
+        lengths: dict[Key, int] = {("a", 0, (sample,)): rng.randint(1, 400) for sample in range(number + 1)}
         asked = [request(sample) for sample in range(number + 1)]
         ledger = make(10, Told(lengths), None, *asked)
         assert ledger.admit(number) == asked[:-1]

@@ -114,11 +114,11 @@ class Derived(Settings):
 def test_a_dataclass_checks_its_own_fields_and_those_that_it_has_from_another() -> None:
     Settings(low=1.0)
     with pytest.raises(ValueError, match=r"^mine\.place must be loss or reward, not 'prompt'\.$"):
-        Settings(place="prompt")  # pyright: ignore[reportArgumentType]
+        Settings(place="prompt")  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match=r"^mine\.steps must be at least 8, not 7\.$"):
         Derived(steps=7)
     with pytest.raises(ValueError, match=r"^mine\.place must be"):
-        Derived(place="prompt")  # pyright: ignore[reportArgumentType]
+        Derived(place="prompt")  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match=r"^mine\.low must be at most high, 1\.0, not 2\.0\.$"):
         Settings(low=2.0)
 

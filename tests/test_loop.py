@@ -46,7 +46,7 @@ class FakeGenerator:
     def start(self, policy: Any) -> None: ...
 
     def weights(self) -> PolicyWeights:
-        return PolicyWeights(torch.nn.Linear(1, 1), merged=False)  # pyright: ignore[reportArgumentType]
+        return PolicyWeights(torch.nn.Linear(1, 1), merged=False)  # pyrefly: ignore[bad-argument-type]
 
     def load_weights(self, weights: Any, version: int) -> SyncReport:
         return SyncReport()

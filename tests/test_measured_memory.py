@@ -130,16 +130,14 @@ def test_memory_of_a_group_above_the_weights_is_within_a_tenth(
 def test_what_is_cut_from_the_peak_of_that_fit() -> None:
     """Figures of docs/memory_and_cost.md."""
     sizes = sizes_of("Qwen3 1.7B", True, 4)
-    peaks = [
-        forecast(sizes, replace(FIT, **changes)).peak / GIB
-        for changes in (
-            {},
-            {"fused": True},
-            {"micro_batch_tokens": 4096},
-            {"fused": True, "micro_batch_tokens": 4096},
-            {"optimizer": "AdamW8bit", "micro_batch_tokens": 4096},
-        )
+    changed: list[dict[str, Any]] = [
+        {},
+        {"fused": True},
+        {"micro_batch_tokens": 4096},
+        {"fused": True, "micro_batch_tokens": 4096},
+        {"optimizer": "AdamW8bit", "micro_batch_tokens": 4096},
     ]
+    peaks = [forecast(sizes, replace(FIT, **changes)).peak / GIB for changes in changed]
     assert peaks == pytest.approx([36.4, 36.4, 36.0, 32.0, 22.5], abs=0.06)
 
 

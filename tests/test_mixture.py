@@ -177,7 +177,7 @@ def test_a_mixture_that_cannot_be_read_is_refused(change: dict[str, Any], messag
 
 def test_a_row_without_the_name_of_its_data_set_is_named() -> None:
     rows = [{"prompt": "1%2=", "dataset": "sums"}, {"prompt": "2%3="}]
-    data = PromptDataModule("tiny", train=rows, mixture=MixtureWeights(), batch_size=1)  # pyright: ignore
+    data = PromptDataModule("tiny", train=rows, mixture=MixtureWeights(), batch_size=1)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="row 1 of the list given has None in column 'dataset'"):
         data.setup("fit")
 
@@ -190,14 +190,14 @@ def test_doctor_samples_each_data_set() -> None:
 
 def test_prompts_to_complete_need_no_data_set() -> None:
     rows = [{"prompt": "1%2="}, {"prompt": "2%3=", "dataset": "sums"}]
-    data = PromptDataModule("tiny", train=rows, predict=rows, mixture=MixtureWeights())  # pyright: ignore
+    data = PromptDataModule("tiny", train=rows, predict=rows, mixture=MixtureWeights())  # pyrefly: ignore[bad-argument-type]
     data.setup("predict")
     assert [prompt.dataset for prompt in data.prompts["predict"]] == ["", "sums"]
 
 
 def test_a_column_that_names_no_data_sets_is_refused() -> None:
     rows = [{"prompt": "1%2=", "dataset": str(number)} for number in range(101)]
-    data = PromptDataModule("tiny", train=rows, mixture=MixtureWeights(), batch_size=1)  # pyright: ignore
+    data = PromptDataModule("tiny", train=rows, mixture=MixtureWeights(), batch_size=1)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="column 'dataset' of the list given names 101 data sets"):
         data.setup("fit")
 

@@ -92,7 +92,7 @@ def test_the_export_is_numbers_and_computes_the_same(trained: Any, tmp_path: Pat
 
 def quantized(tmp_path: Path, **bits: Any) -> Path:
     """A saved hybrid whose files are quantized, with layers that draft, which are not."""
-    random_policy(hybrid=True, **WIDE).save_pretrained(tmp_path / "whole")  # pyright: ignore[reportCallIssue]
+    random_policy(hybrid=True, **WIDE).save_pretrained(tmp_path / "whole")
     config = BitsAndBytesConfig(**bits)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", quantization_config=config)
     model.save_pretrained(tmp_path / "base")

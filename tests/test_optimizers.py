@@ -42,7 +42,7 @@ def galore(parameters: Any) -> torch.optim.Optimizer:
 
 
 def eight_bit(parameters: Any) -> torch.optim.Optimizer:
-    from bitsandbytes.optim.adamw import AdamW8bit  # pyright: ignore[reportMissingImports]
+    from bitsandbytes.optim.adamw import AdamW8bit
 
     return AdamW8bit(parameters, lr=1e-3, min_8bit_size=1024)
 

@@ -268,7 +268,7 @@ def test_a_plug_in_of_ones_own_is_told_of_every_batch_and_kept_in_checkpoints() 
     batch = PromptBatch([])
     assert session.end_update(run, batch)["plugins"] == {"mine/count": 2.0}
     again = RolloutSession(make_plugins([f"{__name__}.Counting:step=2"]))
-    again.load_state_dict(session.state_dict(ranks), ranks)  # pyright: ignore[reportArgumentType]
+    again.load_state_dict(session.state_dict(ranks), ranks)  # pyrefly: ignore[bad-argument-type]
     assert again.end_update(run, batch)["plugins"] == {"mine/count": 4.0}
 
 

@@ -46,7 +46,7 @@ def features(answers: np.ndarray) -> np.ndarray:
 def show(worker: CrossRolloutBaseline, groups: Sequence[RolloutGroup], shown: np.ndarray) -> None:
     """Let a worker hear of a rollout in which each completion showed a row of ``shown``; NaN of one that ended."""
     keys: list[Key] = [each.completion.request.key for members in groups for each in members.rollouts]
-    worker.on_rollout_start(None)  # pyright: ignore[reportArgumentType]
+    worker.on_rollout_start(None)  # pyrefly: ignore[bad-argument-type]
     here = [not math.isnan(row.sum()) for row in shown]
     chosen = [key for key, is_here in zip(keys, here, strict=True) if is_here]
     elsewhere = Observation(chosen, AT + 1, np.zeros_like(shown[here]))

@@ -110,7 +110,7 @@ def test_attention_is_not_chosen_by_a_policys_files(tmp_path: Path, named: str, 
 
 @pytest.mark.parametrize("shard", ["5GB", "10KB"])
 def test_more_layers_than_the_files_have_weights_are_refused_before_they_are_made(tmp_path: Path, shard: str) -> None:
-    random_policy().save_pretrained(tmp_path, max_shard_size=shard)  # pyright: ignore[reportCallIssue]
+    random_policy().save_pretrained(tmp_path, max_shard_size=shard)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("layer_types", None)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10_000_000}))
@@ -183,7 +183,7 @@ def test_a_policys_folder_of_the_users_is_not_passed_over_for_a_policy_of_its_na
         ValueError, match=r"^The folder ./smollm2 holds no config.json, and there is no folder of policy"
     ):
         resolve_policy("smollm2")
-    random_policy().save_pretrained("smollm2")  # pyright: ignore[reportCallIssue]
+    random_policy().save_pretrained("smollm2")
     assert as_loaded("smollm2") == resolve_policy("smollm2") == "./smollm2"
     assert load_config("smollm2").vocab_size == random_policy().config.vocab_size  # type: ignore[union-attr]
     assert resolve_policy("tiny") == str(NAMED[TINY].folder) and as_loaded(Path("a") / "b") == "a/b"

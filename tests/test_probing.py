@@ -219,11 +219,11 @@ def test_a_probe_that_leaves_nothing_to_order_is_refused(policy_folder: Path, pr
     module = make_module(policy_folder, sampling=SamplingParams(max_tokens=128))
     scheduler = RolloutScheduler(probe_tokens=probe_tokens)
     with pytest.raises(ValueError, match=r"sampling\.max_tokens is 128: 126 is the largest that leaves anyth"):
-        scheduler.setup(SimpleNamespace(datamodule=None, strategy=None, callbacks=[]), module, "fit")  # pyright: ignore[reportArgumentType]
+        scheduler.setup(SimpleNamespace(datamodule=None, strategy=None, callbacks=[]), module, "fit")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_probe_of_the_users_own_is_one_of_the_points_that_are_looked_at(policy_folder: Path) -> None:
     module = make_module(policy_folder, sampling=SamplingParams(max_tokens=128))
     scheduler = RolloutScheduler(probe_tokens=126)
-    scheduler.setup(SimpleNamespace(datamodule=None, strategy=None, callbacks=[]), module, "fit")  # pyright: ignore[reportArgumentType]
+    scheduler.setup(SimpleNamespace(datamodule=None, strategy=None, callbacks=[]), module, "fit")  # pyrefly: ignore[bad-argument-type]
     assert scheduler.session.lengths is not None and scheduler.session.lengths.points == (0, 8, 32, 64, 126)

@@ -61,7 +61,7 @@ def test_it_moves_as_that_of_trl(alpha: float, offload: bool) -> None:
     for step in range(1, 8):
         walk(policy, step)
         state: Any = SimpleNamespace(global_step=step)
-        callback.on_step_end(arguments, state, None, model=policy)  # pyright: ignore[reportArgumentType]
+        callback.on_step_end(arguments, state, None, model=policy)
         plugin.on_optimizer_step(make_step(version=step - 1))
         assert torch.equal(vector(ours.model), vector(trl_reference))
         seen.add(vector(ours.model).sum().item())
@@ -160,7 +160,7 @@ class Order(pl.Callback):
                 yield
             self.note("G")
 
-        host.lent_to = noted  # pyright: ignore[reportAttributeAccessIssue]
+        host.lent_to = noted
         reference.model.get_decoder().register_forward_pre_hook(lambda *_: self.note("r"))
         pl_module.policy.get_decoder().register_forward_pre_hook(lambda *_: self.note("p"))
 

@@ -63,7 +63,7 @@ def joined(memory: Replay, group: RolloutGroup, version: int) -> list[Rollout]:
 
 def sources(replayed: Sequence[Rollout]) -> list[tuple[int, int]]:
     """Visit and path of what is replayed, as :func:`group` has written them into its tokens."""
-    return [tuple(int(token) - 2 for token in each.completion.token_ids_T[1:]) for each in replayed]  # pyright: ignore[reportReturnType]
+    return [tuple(int(token) - 2 for token in each.completion.token_ids_T[1:]) for each in replayed]  # pyrefly: ignore[bad-return]
 
 
 # ---- which, and how many -------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_a_server_that_ends_at_once_each_time_is_not_started_for_ever(
     fleet = Fleet(num_slots=1, timeout_s=0.5, start_timeout_s=20.0, restarts=2)
     process = ServerProcess(tmp_path, {}, {}, "t" * 32)
     server = Server(ServerClient(process.url, "t", "run", 0.5, fleet.loop), process)
-    fleet._servers, fleet._introduction = [server], None  # pyright: ignore[reportAttributeAccessIssue]
+    fleet._servers, fleet._introduction = [server], None  # pyrefly: ignore[bad-assignment]
     process.process.wait()
     with (
         pytest.warns(UserWarning, match="ended with code 3. It said: ValueError: too little memory") as said,
@@ -99,12 +99,12 @@ class Client:
 def fleet_of(*servers: Server, restarts: int = 2) -> Fleet:
     """A fleet that has been started, and gives its servers 10 seconds."""
     fleet = Fleet(num_slots=1, num_servers=len(servers), timeout_s=10.0, start_timeout_s=20.0, restarts=restarts)
-    fleet._servers, fleet._introduction, fleet._run = list(servers), None, "run"  # pyright: ignore[reportAttributeAccessIssue]
+    fleet._servers, fleet._introduction, fleet._run = list(servers), None, "run"  # pyrefly: ignore[bad-assignment]
     return fleet
 
 
 def server_of(url: str, well: bool, up: bool = True) -> Any:
-    return Server(Client(url, well), up=up)  # pyright: ignore[reportArgumentType]
+    return Server(Client(url, well), up=up)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_look_waits_long_for_servers_that_were_up_alone_as_long_as_one_answers() -> None:
@@ -289,7 +289,7 @@ def test_a_rollout_that_begins_again_three_times_without_a_completion_ends_the_r
         Arrival(stream.ticket, SampledChunk([5], [-1.0], None)),
         Arrival(stream.ticket, SampledChunk([1], [-1.0], "stop")),
     ]
-    generator._pump = SimpleNamespace(arrivals=lambda timeout_s: [arrivals.pop(0)])  # pyright: ignore[reportAttributeAccessIssue]
+    generator._pump = SimpleNamespace(arrivals=lambda timeout_s: [arrivals.pop(0)])  # pyrefly: ignore[bad-assignment]
     for _ in range(3):
         generator._resume_lost([], "It has died.")
     generator._receive(StepEvents(num_active=1))  # a token is not enough
@@ -313,7 +313,7 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
     generator._fleet = fleet_of(server_of("http://one", well=False), server_of("http://two", well=False))
     monkeypatch.setattr(generator, "_bring", lambda weights, version: setattr(generator._fleet._servers[0], "up", True))
     asked: list[int] = []
-    generator._pump = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
+    generator._pump = SimpleNamespace(  # pyrefly: ignore[bad-assignment]
         begin=lambda ticket, client, prompt, fields, salt: asked.append(ticket),
         cancel=lambda ticket: None,
         arrivals=lambda timeout_s: arrivals,

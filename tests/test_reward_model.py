@@ -30,10 +30,11 @@ TEXTS = ("1", "12+34=46", "7" * 40, "0" * 17, "1-2", "9+9=18", "8")
 
 def save_classifier(folder: Path, kind: str, **changes: Any) -> str:
     """Save a random classifier with one label and weights large enough to tell texts apart."""
-    config_class, model_class, own = {
+    kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "decoder": (Qwen3Config, Qwen3ForSequenceClassification, {"num_key_value_heads": 2, "head_dim": 16}),
         "encoder": (BertConfig, BertForSequenceClassification, {}),
-    }[kind]
+    }
+    config_class, model_class, own = kinds[kind]
     settings = SIZES | own | {"pad_token_id": 0, "max_position_embeddings": 64, "num_labels": 1} | changes
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -50,7 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def own_logits(folder: str, texts: list[str]) -> list[float]:
     """What transformers' own classes say of each text by itself."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         return [float(model(**tokenizer(text, return_tensors="pt")).logits[0, 0]) for text in texts]
 
@@ -85,7 +86,8 @@ def test_a_conversation_needs_a_template(tmp_path: Path) -> None:
 def test_a_text_that_is_too_long_is_an_error_of_its_completion_alone(tmp_path: Path) -> None:
     folder = save_classifier(tmp_path, "decoder")
     runner = RewardRunner([RewardFunction.load(RewardSpec("reward_model", args={"model": folder}))], "none")
-    begun = len(AutoTokenizer.from_pretrained(folder)("What is it?")["input_ids"])
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    begun = len(tokenizer("What is it?")["input_ids"])
     group = make_group("1", "2" * (64 - begun), "2" * (65 - begun))  # of 64 tokens that the model reads
     runner.score(group)
     assert [value is None for value in values_of(group, "reward_model")] == [False, False, True]
@@ -122,7 +124,7 @@ def test_a_run_scores_by_it(tmp_path: Path) -> None:
     folder = save_classifier(tmp_path, "decoder")
     model = RewardModel(folder)
     model.begin(torch.device("cpu"), tmp_path)
-    assert not any(weight.requires_grad for weight in model._model.parameters())  # pyright: ignore[reportOptionalMemberAccess]
+    assert not any(weight.requires_grad for weight in model._model.parameters())  # pyrefly: ignore[missing-attribute]
     runner, group = RewardRunner([RewardFunction.of(model, "rm")]), make_group("1", "22")
     runner.score(group)
     runner.close()
@@ -138,7 +140,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
         RewardModel("/no/such")
     with pytest.raises(ValueError, match="device 'gpu' is none of torch's; write cpu, cuda or cuda:1"):
         RewardModel(two, device="gpu")
-    random_policy(num_labels=1).save_pretrained(tmp_path / "policy")  # pyright: ignore[reportCallIssue]
+    random_policy(num_labels=1).save_pretrained(tmp_path / "policy")
     headless = RewardModel(save_tokenizer(tmp_path / "policy"))
     with pytest.raises(ValueError, match=r"lack 1 of the classifier's weights, such as score\.weight, which"):
         headless.begin(torch.device("cpu"), tmp_path)

@@ -59,13 +59,13 @@ def says(request: Request, turn: int) -> str:
 def test_each_reset_has_the_row_as_the_data_has_it() -> None:
     row = {"prompt": "?", "board": [[0]]}
     (group,) = play(worker_of(factory=Writes), says, [row], num_generations=4)
-    assert [each.completion.episode.reward for each in group.rollouts] == [4.0] * 4  # pyright: ignore
+    assert [each.completion.episode.reward for each in group.rollouts] == [4.0] * 4  # pyrefly: ignore[missing-attribute]
     assert row == ROW
 
 
 def test_a_conversation_keeps_the_arguments_that_the_policy_wrote() -> None:
     (group,) = play(worker_of(factory=Writes), says, [{"prompt": "?", "board": [[0]]}])
-    (first, *_) = group.rollouts[0].completion.episode.messages  # pyright: ignore
+    (first, *_) = group.rollouts[0].completion.episode.messages  # pyrefly: ignore[missing-attribute]
     assert first["tool_calls"][0]["function"]["arguments"] == {"items": [7, 8]}
 
 
@@ -103,7 +103,7 @@ async def of_group_async(**arguments: Any) -> list[float]:
     return of_group(**arguments)
 
 
-of_group_async.__signature__ = __import__("inspect").signature(of_group)  # pyright: ignore
+of_group_async.__signature__ = __import__("inspect").signature(of_group)  # pyrefly: ignore[missing-attribute]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_epochs_and_validations_have_rows_of_their_own() -> None:
             number = int(prompt.prompt_id[-1])
             assert prompt.columns == {"board": [[number]]} and prompt.messages == [{"role": "user"}]
             prompt.columns["board"][0].append(1)
-            prompt.messages.clear()  # pyright: ignore
+            prompt.messages.clear()
     assert loader.state_dict()["digest_of_prompts"] == state["digest_of_prompts"]
 
 
@@ -144,7 +144,7 @@ def test_the_digest_is_of_the_data_as_they_were_read() -> None:
 
 def data_of(rows: list[dict[str, Any]], tmp_path: Path) -> PromptDataModule:
     chat_tokenizer().save_pretrained(tmp_path)
-    data = PromptDataModule(str(tmp_path), train=rows, batch_size=1)  # pyright: ignore[reportArgumentType]
+    data = PromptDataModule(str(tmp_path), train=rows, batch_size=1)  # pyrefly: ignore[bad-argument-type]
     data.setup("fit")
     return data
 

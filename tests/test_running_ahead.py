@@ -21,7 +21,7 @@ import torch
 from conftest import random_policy, table_rows
 from hand_made import Environment
 from test_cuda_graphs import Recorder
-from test_states import decode as decode_all  # pyright: ignore[reportMissingImports]
+from test_states import decode as decode_all
 
 from lit_grpo.methods.eptree import EPTree
 from lit_grpo.methods.plans import find_plan, shipped_plans
@@ -205,7 +205,7 @@ class Case:
             result.most_held = max(result.most_held, generator._kept.num_tokens + generator._cache.allocated_tokens)
             return step
 
-        generator._decode = watched  # pyright: ignore[reportAttributeAccessIssue]
+        generator._decode = watched  # pyrefly: ignore[bad-assignment]
         buffer, listeners = RolloutBuffer(self.rule), self.listeners()
         for number in range(2):
             generator.load_weights(policy.named_parameters(), number)
@@ -309,7 +309,7 @@ def test_what_is_stopped_has_the_tokens_that_were_told_and_goes_on_without_a_pas
 def test_at_the_limit_nothing_is_launched_that_nobody_reads(policies: dict[bool, Any], tokenizer: Any) -> None:
     generator = make(policies[False], tokenizer)
     real, launched = generator._decode, list[int]()
-    generator._decode = lambda *args: launched.append(1) or real(*args)  # pyright: ignore
+    generator._decode = lambda *args: launched.append(1) or real(*args)  # pyrefly: ignore[bad-argument-type, bad-assignment]
     generator.submit(REQUESTS[:4])
     for step in range(30):
         generator.step()
@@ -332,7 +332,7 @@ def test_memory_that_runs_out_in_a_step_ahead_sets_aside_what_was_told(
             raise torch.OutOfMemoryError
         return real(*args)
 
-    generator._decode = failing  # pyright: ignore[reportAttributeAccessIssue]
+    generator._decode = failing  # pyrefly: ignore[bad-assignment]
     assert decode(generator, REQUESTS) == expected
     assert len(launched) > number
 

@@ -112,7 +112,7 @@ def test_best_and_worst_are_shown_and_none_twice(
 
 
 def module() -> GRPOModule:
-    return GRPOModule("tiny", rewards=[right, form])  # pyright: ignore[reportArgumentType]
+    return GRPOModule("tiny", rewards=[right, form])  # pyrefly: ignore[bad-argument-type]
 
 
 def a_trainer(version: int, folder: Path, loggers: list[Any]) -> Any:
@@ -223,7 +223,7 @@ def test_a_validation_adds_completions_of_the_first_prompts_of_each_data_set(tmp
     ]
     assert rows[0]["rewards/right"] == 1.0 and "advantage" not in rows[0]
     assert [said["trainer/global_step"] for said in table.said] == [0, 5] and "val_samples" in table.said[0]
-    logger.on_train_start(SimpleNamespace(global_step=3, is_global_zero=True, default_root_dir=tmp_path), module())  # pyright: ignore
+    logger.on_train_start(SimpleNamespace(global_step=3, is_global_zero=True, default_root_dir=tmp_path), module())  # pyrefly: ignore[bad-argument-type]
     assert len((tmp_path / "val_samples.jsonl").read_text().splitlines()) == 6
 
 

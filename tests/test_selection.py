@@ -318,10 +318,10 @@ def test_a_scheduler_says_before_each_run_which_rollouts_a_module_learns_from() 
     module, trainer = make_module("tiny"), SimpleNamespace(datamodule=None, strategy=None, callbacks=[])
     selections = []
     for plugins in (["d3s:keep=3,tokens=0.5"], [], ["pods:keep=2"]):
-        RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyright: ignore[reportArgumentType]
+        RolloutScheduler(plugins=plugins).setup(trainer, module, "fit")  # pyrefly: ignore[bad-argument-type]
         selections.append([*module.settings.plugins])
     assert selections == [[D3S(3, tokens=0.5)], [], [MaxVariance(2)]]
-    RolloutScheduler().setup(trainer, module, "validate")  # pyright: ignore[reportArgumentType]
+    RolloutScheduler().setup(trainer, module, "validate")  # pyrefly: ignore[bad-argument-type]
     assert [*module.settings.plugins] == [MaxVariance(2)]
     with pytest.raises(ValueError, match=r"keep is 5, but model\.num_generations is 4"):
         module.set_plugins(MaxVariance(5))

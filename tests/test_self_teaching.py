@@ -303,7 +303,7 @@ def test_a_run_without_what_the_teacher_needs_is_refused(
 
 
 def test_templates_that_the_tokenizer_cannot_write_are_refused(tmp_path: Path) -> None:
-    data = PromptDataModule(save_tokenizer(tmp_path, unk_token="?"), train=[{"prompt": "p"}], batch_size=1)  # pyright: ignore
+    data = PromptDataModule(save_tokenizer(tmp_path, unk_token="?"), train=[{"prompt": "p"}], batch_size=1)  # pyrefly: ignore[bad-argument-type]
     data.setup("fit")
     with pytest.raises(
         ValueError, match="cannot be made of row 0, which then has a prompt with characters that the tok"

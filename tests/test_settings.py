@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_policy_is_refused(policy_folder: Path, tmp_path
     groups = random_groups(random_policy(), [[1.0, 0.0, 0.0, 1.0]])
     make_trainer(Checkpoints(tmp_path)).fit(make_module(policy_folder), Batches([groups]))
     wider = tmp_path / "wider"
-    random_policy(hidden_size=64).save_pretrained(wider)  # pyright: ignore[reportCallIssue]
+    random_policy(hidden_size=64).save_pretrained(wider)
     for path in policy_folder.glob("tokenizer*"):
         (wider / path.name).write_bytes(path.read_bytes())
     with pytest.raises(ValueError, match=r"of another policy: the shape of policy\.model\S+ is \(\d+, 32\) there and"):

@@ -136,7 +136,7 @@ def test_messages_that_are_no_answer_are_refused(name: str, chat_folder: Path) -
 def test_a_template_that_rewrites_earlier_turns_needs_the_last_turn_alone(tmp_path: Path) -> None:
     shortens = "{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}"
     save_tokenizer(tmp_path, chat_template=CHAT.replace("{{ m.content }}", shortens))
-    random_policy().save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]
+    random_policy().save_pretrained(tmp_path)
     data = data_of(tmp_path, {"prompt": [{"role": "user", "content": "1"}], "turns": TURNS})
     with pytest.raises(ValueError, match="set turns to last"):
         data.answered("train", "turns")
@@ -209,7 +209,8 @@ def test_the_command_sft_makes_the_warm_start_the_whole_run() -> None:
 
 def sft(data: PromptDataModule, /, **settings: Any) -> SFT:
     """A plug-in that has read its examples."""
-    plugin = fresh(SFT(**({"column": "solution", "weight": 1.0} | settings)))
+    usual: dict[str, Any] = {"column": "solution", "weight": 1.0}
+    plugin = fresh(SFT(**usual | settings))
     plugin.check(RunFacts(num_prompts=2, num_generations=2, max_tokens=8, updates_per_batch=1, data=data))
     return plugin
 
@@ -235,7 +236,7 @@ def test_each_epoch_imitates_each_example_once_whatever_the_number_of_ranks(poli
 
 def test_an_example_that_fits_into_no_micro_batch_is_named_before_the_run(policy_folder: Path) -> None:
     plugin = sft(data_of(policy_folder, {"prompt": "1", "solution": "2"}, {"prompt": "12", "solution": "3" * 29}))
-    run = RunFacts(2, 2, 8, 1, policy=random_policy(), micro_batch_tokens=30)  # pyright: ignore[reportArgumentType]
+    run = RunFacts(2, 2, 8, 1, policy=random_policy(), micro_batch_tokens=30)
     plugin.check(run)
     plugin.check(replace(run, micro_batch_tokens=8, largest_chunk=8))
     named = "row 1 of .* has a prompt of 2 tokens and an answer of 30, but model.max_tokens_per_micro_batch is"

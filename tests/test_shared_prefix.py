@@ -515,12 +515,12 @@ def test_gradient_checkpointing_outside_of_the_switch_is_refused_rather_than_wro
 
 def test_the_prompt_goes_through_the_model_once() -> None:
     model, seen = random_policy(), []
-    logit_map(model)  # pyright: ignore[reportArgumentType]
-    model.get_decoder().register_forward_pre_hook(  # pyright: ignore[reportCallIssue]
+    logit_map(model)
+    model.get_decoder().register_forward_pre_hook(
         lambda _, __, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )
     rollouts = [make_rollout([3] * 20, [4, 5, 6], sample_id=sample) for sample in range(8)]
-    micro_batch_logprobs(model, make_micro_batch(rollouts, [0.0] * 8), 1.0)  # pyright: ignore[reportArgumentType]
+    micro_batch_logprobs(model, make_micro_batch(rollouts, [0.0] * 8), 1.0)
     assert seen == [(1, 20 + 8 * 2)]
 
 

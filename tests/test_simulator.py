@@ -25,7 +25,7 @@ REFILLING = (MICRO_ROUNDS, FIXED_SLOT, *shipped_plans())
 def hand_made(lengths: list[int], groups: list[int] | None = None, prompts: list[int] | None = None) -> Trace:
     count = len(lengths)
     groups = groups or [0] * count
-    keys = [(str(group), 0, (number,)) for number, group in enumerate(groups)]
+    keys: list[Key] = [(str(group), 0, (number,)) for number, group in enumerate(groups)]
     prompt_tokens = np.array(prompts or [1] * count)
     return Trace("hand made", keys, np.array(groups), prompt_tokens, np.array(lengths), np.full(count, max(lengths)))
 

@@ -214,7 +214,7 @@ class ByteTokenizer:
 def test_a_stop_string_of_characters_of_several_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = random_policy(vocab_size=256)
     generator = SlotGenerator(2)
-    generator.start(PolicySpec(model, ByteTokenizer()))  # pyright: ignore[reportArgumentType]
+    generator.start(PolicySpec(model, ByteTokenizer()))  # pyrefly: ignore[bad-argument-type]
     generator.load_weights(model.named_parameters(), 0)
     scripted(monkeypatch, *"so: €€€ and on".encode())
     (completion,) = decode(generator, requests(PROMPTS[:1], 1, SamplingParams(max_tokens=30, stop=("€€€",)))).values()

@@ -76,8 +76,13 @@ def old_logprobs(policies: dict[int, Any], groups: list[RolloutGroup]) -> list[t
     """Each completion's tokens under the policy that sampled each, by whole forward passes of all policies."""
     under: dict[int, list[torch.Tensor]] = {}
     for version, policy in policies.items():
-        seen = under[version] = list[torch.Tensor]()
-        formula(copy.deepcopy(policy), groups, lambda now_T, *_, seen=seen: seen.append(now_T.detach()) or now_T)
+        seen: list[torch.Tensor] = under.setdefault(version, [])
+
+        def note(now_T: torch.Tensor, *_: Any, seen: list[torch.Tensor] = seen) -> torch.Tensor:
+            seen.append(now_T.detach())
+            return now_T
+
+        formula(copy.deepcopy(policy), groups, note)
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     return [
         torch.stack([under[int(version)][number][place] for place, version in enumerate(completion.versions_T)])

@@ -122,7 +122,8 @@ def test_saved_dataset_is_read_from_its_folder(tmp_path: Path) -> None:
 
     data = Dataset.from_list(ROWS)
     data.save_to_disk(str(tmp_path / "plain"))
-    DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(str(tmp_path / "splits"))
+    splits: Any = {"train": data, "test": data.select([1])}
+    DatasetDict(splits).save_to_disk(str(tmp_path / "splits"))
     assert list(make_source(str(tmp_path / "plain")).rows()) == ROWS
     assert list(HubRows(str(tmp_path / "splits")).rows()) == ROWS
     assert list(HubRows(str(tmp_path / "splits"), split="test").rows()) == ROWS[1:]

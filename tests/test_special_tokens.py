@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import random_policy, save_tokenizer
@@ -27,10 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy whose tokenizer has a digit as a special token, in the place of ``<think>``."""
     path = tmp_path_factory.mktemp("special")
     save_tokenizer(path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(BITE)]})
     tokenizer.save_pretrained(path)
-    random_policy().save_pretrained(path)  # pyright: ignore[reportCallIssue]
+    random_policy().save_pretrained(path)
     return path
 
 
@@ -40,7 +41,7 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def spec_of(tokenizer: PreTrainedTokenizerBase, keeps: bool) -> PolicySpec:
-    return PolicySpec(random_policy(), tokenizer, keeps)  # pyright: ignore[reportArgumentType]
+    return PolicySpec(random_policy(), tokenizer, keeps)
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -298,7 +298,7 @@ def test_a_moving_average_follows_the_policy_and_is_restored(adapters: bool) -> 
         add_adapters(policy, LoraSettings(r=2))
     source: Any = (policy, None)
     settings, began = TeacherSettings("average", average_rate=0.25), "bare" if adapters else "full"
-    teacher = make_teacher(settings, policy, source, "float32", None, CPU, began)  # pyright: ignore[reportArgumentType]
+    teacher = make_teacher(settings, policy, source, "float32", None, CPU, began)  # pyrefly: ignore[bad-argument-type]
     trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     first = {name: weight.detach().clone() for name, weight in trained.items()}
     assert isinstance(teacher, ModelTeacher) and teacher.weights().keys() >= trained.keys()
@@ -383,7 +383,7 @@ def test_a_completion_is_taught_up_to_a_token_that_the_teacher_does_not_know(plu
         learner, steps = make_learner(plugins=[own := fresh(plugin)])
         own.on_train_start(TrainingRun(learner.policy, None, 0, 1, Ranks(), teacher=teacher_of(small)))
         learner.learn([RolloutGroup(rollouts[0].prompt, rollouts)])
-        return steps.gradients[0], own.on_update_end(SimpleNamespace(all_gather=lambda value: [value]))  # pyright: ignore[reportArgumentType]
+        return steps.gradients[0], own.on_update_end(SimpleNamespace(all_gather=lambda value: [value]))  # pyrefly: ignore[bad-argument-type]
 
     whole, logs = of([7, 9, last, 8, 7], [4, 5, 6])
     cut, expected = of([7, 9], [4, 5, 6])

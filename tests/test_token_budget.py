@@ -41,7 +41,7 @@ class ScarceMemory(pl.Callback):
         pl_module.learner.passes.budget = MicroBatchSize(200)
         reference = pl_module.learner.reference
         model = reference.model if self.of_the_reference and isinstance(reference, Reference) else pl_module.policy
-        model.get_decoder().layers[1].register_forward_hook(self._check)  # pyright: ignore
+        model.get_decoder().layers[1].register_forward_hook(self._check)  # pyrefly: ignore[bad-index, missing-attribute]
 
     def _check(self, _: Any, inputs: tuple[torch.Tensor, ...], __: Any) -> None:
         self.sizes.append(inputs[0].shape[1])

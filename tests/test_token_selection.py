@@ -228,7 +228,7 @@ REWARDS = [[1.0, 0.0, 0.3, 0.2], [0.0, 1.0, 1.0, 0.5]]
 class Endless(Batches):
     """Without a length."""
 
-    __len__ = None  # pyright: ignore[reportAssignmentType]
+    __len__ = None  # pyrefly: ignore[bad-override]
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def hints(tokenizer: Any) -> Iterator[Outcome]:
 
 def rewards(tokenizer: Any) -> Iterator[Outcome]:
     """What a reward model tokenizes: the texts of prompt and completion, whose tokens the policy has sampled."""
-    policy: Any = PolicySpec(None, tokenizer)  # pyright: ignore[reportArgumentType]
+    policy: Any = PolicySpec(None, tokenizer)  # pyrefly: ignore[bad-argument-type]
     surroundings = Surroundings(TrainerState(), lambda name, value: None)
     for asked, share in (("what is", 0.0), ("what is", 0.5), ([ASKED], 0.0), ([ASKED], 0.5)):
         text, is_plain = written(tokenizer, asked)

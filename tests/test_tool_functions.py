@@ -122,7 +122,7 @@ def test_a_method_that_cannot_be_called_is_refused() -> None:
     class NoSelf:
         def reset(self) -> None: ...
 
-        def join(text: str) -> str:  # pyright: ignore[reportGeneralTypeIssues]
+        def join(text: str) -> str:  # pyrefly: ignore[invalid-annotation]
             """Join.
 
             Args:

@@ -124,17 +124,15 @@ def batch(rng: random.Random, visit: int) -> list[RolloutGroup]:
         heard = rng.choice([7, 8])
         passed = float(rng.random() < (0.9 if heard == 7 else 0.1))
         rollout = make_rollout([2, 3, 4], [5], passed, sample_id=number)
-        rollout.completion, rollout.rewards = (
-            path(number, rng.choice([5, 6]), heard, rng.choice([9, 10])),
-            {"r": passed},
-        )
+        rollout.completion = path(number, rng.choice([5, 6]), heard, rng.choice([9, 10]))
+        rollout.rewards = {"r": passed}
         rollouts.append(rollout)
     return [RolloutGroup(prompt, rollouts)]
 
 
 def learn(worker: ContrastiveTree, num_batches: int) -> dict[str, float]:
     rng, logs = random.Random(0), {}
-    worker.on_rollout_start(None)  # pyright: ignore
+    worker.on_rollout_start(None)  # pyrefly: ignore[bad-argument-type]
     for visit in range(num_batches):
         logs = worker.on_update_end(GroupBatch(batch(rng, visit), visit, PASSES, lambda value: [value]))
     return logs
@@ -167,7 +165,7 @@ def test_members_without_a_reward_teach_nothing() -> None:
     for rollout in groups[0].rollouts:
         rollout.reward = math.nan
     worker = fresh(ContrastiveTree())
-    worker.on_rollout_start(None)  # pyright: ignore
+    worker.on_rollout_start(None)  # pyrefly: ignore[bad-argument-type]
     assert worker.on_update_end(GroupBatch(groups, 0, PASSES, lambda value: [value])) == {}
     assert chances(worker) == [0.5] * 3
 
@@ -178,7 +176,7 @@ def test_ranks_learn_as_one() -> None:
     first, second = batch(rng, 0), batch(rng, 1)
     alone, ranks = fresh(ContrastiveTree()), fresh(ContrastiveTree())
     for worker in (alone, ranks):
-        worker.on_rollout_start(None)  # pyright: ignore
+        worker.on_rollout_start(None)  # pyrefly: ignore[bad-argument-type]
     theirs = iter([[row for each in second[0].rollouts for row in ranks._rows(each, PASSES)], []])
     logged = alone.on_update_end(GroupBatch([*first, *second], 0, PASSES, lambda value: [value]))
     together = ranks.on_update_end(GroupBatch(first, 0, PASSES, lambda value: [value, next(theirs)]))

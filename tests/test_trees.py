@@ -238,7 +238,7 @@ def test_turns_branch_by_the_formula(settings: ARPO, num_slots: int, collect: An
             if start <= begun_with:
                 continue
             upto = completion.until(starts[turn] if turn < len(starts) else completion.num_tokens)
-            rise = entropy(upto, start, settings.tokens) - entropy(completion, starts[0], settings.tokens)  # pyright: ignore
+            rise = entropy(upto, start, settings.tokens) - entropy(completion, starts[0], settings.tokens)
             draw = random.Random(f"0/{key}/{turn}").random()
             if type(settings) is ARPO:
                 branches = min(max(draw - settings.alpha * rise, 0), 1) <= settings.threshold

@@ -135,7 +135,7 @@ def test_what_a_closed_runner_awaits_is_cancelled() -> None:
 
 def test_a_loop_whose_descriptors_are_closed_fails_what_runs_on_it_and_another_takes_its_place() -> None:
     async def close() -> None:
-        os.close(asyncio.get_running_loop()._selector.fileno())  # pyright: ignore[reportAttributeAccessIssue]
+        os.close(asyncio.get_running_loop()._selector.fileno())  # pyrefly: ignore[missing-attribute]
 
     loop = EventLoop("test")
     waiting = loop.begin(asyncio.Event().wait())

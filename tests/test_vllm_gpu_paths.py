@@ -40,7 +40,7 @@ def calls(path: str, owner: str) -> list[ast.Call]:
     """Calls of methods of ``owner`` in a file."""
     tree = ast.parse((VLLM / path).read_text())
     found = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute))
-    return [call for call in found if ast.unparse(call.func.value) == owner]  # pyright: ignore
+    return [call for call in found if ast.unparse(call.func.value) == owner]  # pyrefly: ignore[missing-attribute]
 
 
 def keys(path: str, function: str) -> set[str]:
@@ -76,11 +76,11 @@ def test_the_engines_methods_take_what_they_are_given(used: Any) -> None:
     """Every call of the engine in our source, with as many values and with those names."""
     made = calls("engine.py", OF_ENGINE)
     assert {"add_request", "abort_request", "sleep", "wake_up", "collective_rpc", "add_lora", "step"} == {
-        call.func.attr  # pyright: ignore
+        call.func.attr  # pyrefly: ignore[missing-attribute]
         for call in made
     }
     for call in made:
-        takes = used["LLMEngine"][call.func.attr]  # pyright: ignore
+        takes = used["LLMEngine"][call.func.attr]
         assert takes[0] == "self" and len(call.args) < len(takes), ast.unparse(call)
         assert {keyword.arg for keyword in call.keywords} <= set(takes[1 + len(call.args) :]), ast.unparse(call)
 

@@ -52,7 +52,7 @@ def test_without_vllm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, policy
     tokenizer = load_tokenizer(str(policy_folder))
     for generator in (VLLMGenerator(), VLLMServerGenerator()):
         with pytest.raises(ValueError, match=r"install the extra lit_grpo\[vllm\]"):
-            generator.start(PolicySpec(random_policy(), tokenizer))  # pyright: ignore[reportArgumentType]
+            generator.start(PolicySpec(random_policy(), tokenizer))
 
 
 def test_a_version_that_has_not_been_tested_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_an_engine_in_this_process_is_for_the_first_gpu(monkeypatch: pytest.Monk
 def test_nccl_is_for_policies_on_gpus(policy_folder: Path) -> None:
     generator = VLLMServerGenerator(transport="nccl")
     with pytest.raises(ValueError, match="transport nccl is for GPUs, and the policy is on cpu; take files"):
-        generator.start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
+        generator.start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))
 
 
 def test_types_that_differ_are_said(recwarn: pytest.WarningsRecorder) -> None:
@@ -228,7 +228,7 @@ def test_types_that_differ_are_said(recwarn: pytest.WarningsRecorder) -> None:
 
 def start_named(policy_folder: Path, url: str) -> None:
     generator = VLLMServerGenerator(urls=[url], timeout_s=2.0)
-    generator.start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))  # pyright: ignore[reportArgumentType]
+    generator.start(PolicySpec(random_policy(), load_tokenizer(str(policy_folder))))
 
 
 def test_a_server_that_does_not_answer_is_named(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

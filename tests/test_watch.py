@@ -33,9 +33,9 @@ class Loop(asyncio.SelectorEventLoop):
         return self.now
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # pyright: ignore
-            self.now = max(self.now, self._scheduled[0].when())  # pyright: ignore
-        super()._run_once()  # pyright: ignore
+        if not self._ready and self._scheduled:  # pyrefly: ignore[missing-attribute]
+            self.now = max(self.now, self._scheduled[0].when())
+        super()._run_once()  # pyrefly: ignore[missing-attribute]
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Course:
             def note(message: Any, *others: Any, **more: Any) -> None:
                 self.told.append((self.at, str(message)))
 
-            warnings.showwarning = note  # pyright: ignore
+            warnings.showwarning = note
             ended, results = self.loop.run_until_complete(both())
             warnings.showwarning = show
         assert not said

@@ -64,7 +64,7 @@ def test_arrival_is_checked_by_name_and_content() -> None:
 
 def test_adapters_are_merged_one_layer_at_a_time_and_the_policy_stays_as_it_is() -> None:
     policy: Any = peft.get_peft_model(
-        random_policy(),  # pyright: ignore[reportArgumentType]
+        random_policy(),
         peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
     )
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}

@@ -24,7 +24,7 @@ def solved(question: str) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_every_answer_follows_from_its_question(split: str) -> None:
-    rows = list(WordProblemRows(300, split).rows())  # pyright: ignore[reportArgumentType]
+    rows = list(WordProblemRows(300, split).rows())  # pyrefly: ignore[bad-argument-type]
     answers = [solved(row["prompt"][-1]["content"])[2] for row in rows]
     assert [row["answer"] for row in rows] == [str(answer) for answer in answers]
     assert min(answers) >= 1

@@ -107,7 +107,7 @@ def characters(
 
 
 def unigram() -> PreTrainedTokenizerFast:
-    return wrapped(Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)))  # pyright: ignore[reportCallIssue]
+    return wrapped(Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)))
 
 
 def joined(*steps: Any) -> Any:
@@ -222,7 +222,7 @@ class Finished(NamedTuple):
 def finish(make: Callable[[], Any], folder: Path, ends: Sequence[int] = ()) -> Finished:
     tokenizer, run = make(), make_run(folder / "made", names=["reward"])
     changes = {"vocab_size": NUM_ROWS, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
-    random_policy(**changes).save_pretrained(run / "policy")  # pyright: ignore[reportCallIssue]
+    random_policy(**changes).save_pretrained(run / "policy")
     tokenizer.save_pretrained(run / "policy")
     (run / "policy" / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [tokenizer.eos_token_id, *ends]})

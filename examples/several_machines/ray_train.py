@@ -31,7 +31,8 @@ if __name__ == "__main__":
     if "--trainer.strategy" not in arguments:
         arguments += ["--trainer.strategy", "ray_fsdp2"]
     ray.init()  # the cluster of RAY_ADDRESS, or the one that runs here; if there is none, a new one on this machine
-    workers = ScalingConfig(num_workers=int(os.environ.get("WORKERS", "8")), use_gpu="GPU" in ray.cluster_resources())
+    number, has_gpus = int(os.environ.get("WORKERS", "8")), "GPU" in ray.cluster_resources()
+    workers: Any = ScalingConfig(num_workers=number, use_gpu=has_gpus)
     told = {"folder": os.getcwd(), "arguments": arguments}
     from lit_grpo.strategies.ray import fit_on_workers  # which says how to resume when a worker is gone
 

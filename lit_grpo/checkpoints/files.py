@@ -30,7 +30,7 @@ class WholeFileIO(TorchCheckpointIO):
     def prepare(self) -> None:
         """Do the part of saving that only the training thread may do."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write ``path``, which holds the old checkpoint or the new one at any time.
 
         The new one takes the old one's place once the reader of checkpoints has read it back.
@@ -55,7 +55,7 @@ class WholeFileIO(TorchCheckpointIO):
             with suppress(OSError):
                 aside.unlink()
 
-    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read a file, or join the shards of a folder; a damaged one raises DamagedError."""
         path = settled(Path(path))
         check_whole(path)

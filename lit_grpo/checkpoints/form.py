@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NotRequired
 
 import torch
+from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict
 
 from lit_grpo.process.inputs import typed
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 CHECKSUMS = "checksums"
 """The field with the checksums of the other fields."""
 _REMEDY = "give one that a run of lit_grpo has left in its folder checkpoints/"
-_WITH_TENSORS = {"arbitrary_types_allowed": True}
+_WITH_TENSORS = ConfigDict(arbitrary_types_allowed=True)
 Fields = dict[str, Any]
 
 
@@ -27,10 +28,10 @@ class _Settings(TypedDict):
     lora: Fields | None
 
 
+@with_config(_WITH_TENSORS)
 class _Policy(TypedDict):
     """The fields of a checkpoint that its policy needs."""
 
-    __pydantic_config__ = _WITH_TENSORS  # pyright: ignore[reportGeneralTypeIssues]
     state_dict: dict[str, torch.Tensor]
     hyper_parameters: _Settings
     policy_version: int
@@ -53,10 +54,10 @@ class _Learner(TypedDict):
     budget: int | None
 
 
+@with_config(_WITH_TENSORS)
 class _Run(_Policy):
     """The fields that a run needs to be resumed."""
 
-    __pydantic_config__ = _WITH_TENSORS  # pyright: ignore[reportGeneralTypeIssues]
     format: int
     epoch: int
     global_step: int

@@ -94,6 +94,8 @@ class Stage(NamedTuple):
 class GRPOCLI(LightningCLI):
     """LightningCLI for :class:`GRPOModule` and :class:`PromptDataModule`, with the callbacks in their order."""
 
+    config_init: Any
+
     def __init__(self, run_folder: RunFolder, **kwargs: Any) -> None:
         self.run_folder = run_folder
         super().__init__(**kwargs)

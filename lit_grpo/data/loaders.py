@@ -66,7 +66,8 @@ class PromptLoader:
     ) -> None:
         self.chooser, self.rewrite, self._history = chooser, rewrite, PromptHistory()
         self._mixture = mixture
-        self._mixed = mixture and MixtureOrder([prompt.dataset for prompt in prompts], mixture, seed, shuffle)
+        datasets = [prompt.dataset for prompt in prompts]
+        self._mixed = None if mixture is None else MixtureOrder(datasets, mixture, seed, shuffle)
         self.prompts = prompts
         self._digest = _digest_of(prompts)  # before anybody can have changed a row
         self.batch_size = batch_size

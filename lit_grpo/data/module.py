@@ -189,7 +189,7 @@ class PromptDataModule(LightningDataModule):
             "data.mixture": self.mixture,
         }
         given |= {f"data.{split}": "set" if self.sources[split] is not None else None for split in SPLITS}
-        return given | of_run(self.trainer, self.trainer.lightning_module)  # pyright: ignore[reportOptionalMemberAccess]
+        return given | of_run(self.trainer, self.trainer.lightning_module)  # pyrefly: ignore[missing-attribute]
 
     def _read(self, splits: Iterable[str]) -> None:
         named = {split: self.sources[split] for split in splits if split not in self.prompts}
@@ -200,7 +200,7 @@ class PromptDataModule(LightningDataModule):
 
     def _converse(self) -> None:
         """Render prompts for what goes on with their conversations, where a callback has it."""
-        callbacks: list[Any] = [] if self.trainer is None else self.trainer.callbacks  # pyright: ignore
+        callbacks: list[Any] = [] if self.trainer is None else self.trainer.callbacks  # pyrefly: ignore[missing-attribute]
         found = [callback.conversing for callback in callbacks if isinstance(callback, Converses)]
         conversing = next((each for each in found if each is not None), None)
         if conversing is not None:
@@ -473,13 +473,13 @@ def _rename(row: Row, columns: dict[str, str], place: str) -> Row:
 
 def loaded_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:
     """The prompts that the data module has loaded, by split; none of a dataloader of the user's own."""
-    return getattr(trainer.datamodule, "prompts", {})  # pyright: ignore[reportAttributeAccessIssue]
+    return getattr(trainer.datamodule, "prompts", {})  # pyrefly: ignore[missing-attribute]
 
 
 def asked_prompts(trainer: Trainer) -> dict[str, list[Prompt]]:
     """Those, and among the training prompts the largest that a plug-in may make of them."""
     prompts = loaded_prompts(trainer)
-    rewritten = getattr(trainer.datamodule, "rewritten", [])  # pyright: ignore[reportAttributeAccessIssue]
+    rewritten = getattr(trainer.datamodule, "rewritten", [])  # pyrefly: ignore[missing-attribute]
     return {split: [*rows, *rewritten] if split == "train" else rows for split, rows in prompts.items()}
 
 

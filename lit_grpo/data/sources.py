@@ -302,19 +302,19 @@ def make_source(source: str | os.PathLike[str] | RowSource | Iterable[Any]) -> R
         return source
     if not isinstance(source, str | os.PathLike):
         return GivenRows(source)
-    source = os.fspath(source)
-    path = Path(source).expanduser()
+    name: str = os.fspath(source)
+    path = Path(name).expanduser()
     if path.suffix.lower() in READERS or os.path.isfile(path):
         return FileRows(path)
-    if not os.path.isdir(path) and CLASS_PATH.fullmatch(source):
+    if not os.path.isdir(path) and CLASS_PATH.fullmatch(name):
         raise ValueError(
-            f"The source {source!r} is no file, and not the class path of a RowSource either: {_not_a_class(source)}; "
+            f"The source {name!r} is no file, and not the class path of a RowSource either: {_not_a_class(name)}; "
             "check it, or name a dataset by class_path: lit_grpo.data.HubRows."
         )
-    if source and (os.path.isdir(path) or HUB_ID.fullmatch(source)):
-        return HubRows(source)
+    if name and (os.path.isdir(path) or HUB_ID.fullmatch(name)):
+        return HubRows(name)
     raise ValueError(
-        f"The source {source!r} is no file ({', '.join(READERS)}), no existing folder and no dataset id "
+        f"The source {name!r} is no file ({', '.join(READERS)}), no existing folder and no dataset id "
         "(owner/name); check the path."
     )
 

@@ -247,8 +247,8 @@ class Taskset(RowSource):
         return list(await asyncio.gather(*map(self._score, completions, task)))
 
     async def _score(self, completion: Sequence[Mapping[str, Any]], number: int) -> float:
-        import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
-        from verifiers.v1.graph import MessageNode  # pyright: ignore[reportMissingImports]
+        import verifiers.v1 as vf  # pyrefly: ignore[missing-import]
+        from verifiers.v1.graph import MessageNode  # pyrefly: ignore[missing-import]
 
         task = self._tasks[number]
         said = vf.TraceTask(type=type(task).__name__, data=task.data)

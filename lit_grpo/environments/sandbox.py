@@ -47,7 +47,7 @@ def python(code: str) -> str:
     Args:
         code: The code; it has no files, no network and no packages but re, json, math and datetime.
     """
-    from pydantic_monty import MontyCrashedError, MontyError  # pyright: ignore[reportMissingImports]
+    from pydantic_monty import MontyCrashedError, MontyError
 
     printed = _Printed()
     try:
@@ -118,7 +118,7 @@ def _ended(error: Any) -> str:
 
 def _shown(value: Any, session: Any) -> str:
     """Return a value as text, which the worker writes: a small value may be a text without end, as of nested lists."""
-    from pydantic_monty import MontyCrashedError, MontyError  # pyright: ignore[reportMissingImports]
+    from pydantic_monty import MontyCrashedError, MontyError
 
     try:
         return str(session.feed_run("f'{value}'", inputs={"value": value}))
@@ -134,7 +134,7 @@ def _told(error: Any) -> str:
 
 def _pool() -> Any:
     """Return the worker processes, which all calls share until the end of this process."""
-    from pydantic_monty import Monty  # pyright: ignore[reportMissingImports]
+    from pydantic_monty import Monty
 
     with _making:
         if not _pools:

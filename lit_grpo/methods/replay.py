@@ -113,7 +113,8 @@ class Replay(Plugin):
 
     def metrics(self, all_gather: AllGather) -> dict[str, float]:
         own = len(self._ages), sum(self._ages), self._num_fresh, self._num_revived, self._num_groups
-        num_replayed, ages, num_fresh, num_revived, num_groups = map(sum, zip(*all_gather(own), strict=True))
+        every = zip(*all_gather(own), strict=True)
+        num_replayed, ages, num_fresh, num_revived, num_groups = (sum(each) for each in every)
         return {
             "replay/members": num_replayed / max(num_fresh + num_replayed, 1),
             "replay/age": ages / num_replayed if num_replayed else math.nan,

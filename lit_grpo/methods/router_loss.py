@@ -102,7 +102,7 @@ class Routers:
     """The routers of a policy, which tells as transformers does where they are, and the logits that each gave last."""
 
     def __init__(self, policy: PreTrainedModel) -> None:
-        recorded = [getattr(module, "_can_record_outputs", None) or {} for module in policy.modules()]
+        recorded: list[Any] = [getattr(module, "_can_record_outputs", None) or {} for module in policy.modules()]
         recorder: Any = next((each["router_logits"] for each in recorded if "router_logits" in each), None)
         top_k = getattr(policy.config.get_text_config(), "num_experts_per_tok", None)
         if recorder is None or top_k is None:

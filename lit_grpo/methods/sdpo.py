@@ -117,7 +117,7 @@ class SDPO(SelfTeacher):
         solved = sum(any(batch.pass_rule.passes(each.rewards) for each in group.rollouts) for group in groups)
         told = sum(bool(rollout.feedback) for rollout in rollouts)
         counts = batch.all_gather((solved, len(groups), told, len(rollouts)))
-        solved, num_groups, told, num_rollouts = map(sum, zip(*counts, strict=True))
+        solved, num_groups, told, num_rollouts = (sum(each) for each in zip(*counts, strict=True))
         return {
             **super().on_update_end(batch),
             "teacher/solved_share": solved / num_groups if num_groups else math.nan,

@@ -79,7 +79,7 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
         )
     config = LoraConfig(
         r=settings.r,
-        lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
+        lora_alpha=settings.alpha,  # pyrefly: ignore[bad-argument-type]
         target_modules=targets,
         target_parameters=parameters or None,
         exclude_modules=odd or None,

@@ -62,7 +62,7 @@ def _with_adapters_inside(model: Any) -> Any:
     """Unwrap a ``PeftModel``: return its model, with the adapters as transformers itself adds them."""
     if not (util.find_spec("peft") and isinstance(model, torch.nn.Module) and hasattr(model, "get_base_model")):
         return model
-    inner: Any = model.get_base_model()  # pyright: ignore[reportCallIssue]
+    inner: Any = model.get_base_model()  # pyrefly: ignore[not-callable]
     if not getattr(inner, "_hf_peft_config_loaded", False):
         inner.peft_config, inner._hf_peft_config_loaded = model.peft_config, True
     return inner

@@ -33,7 +33,7 @@ def keep_as_it_is(model: torch.nn.Module) -> None:
     A packed weight stays packed: it passes no gradient on, rounds to bfloat16, and neither :func:`dequantized` nor a
     checkpoint can read it.
     """
-    from bitsandbytes.nn.modules import Linear4bit  # pyright: ignore[reportMissingImports]
+    from bitsandbytes.nn.modules import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
@@ -71,7 +71,7 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
     state = getattr(weight, "quant_state", None)
     if state is None:
         return weight
-    from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
+    from bitsandbytes.functional import dequantize_4bit
 
     return dequantize_4bit(weight.data, state)
 

@@ -256,7 +256,7 @@ class _Expected:
 
     @classmethod
     def of(cls, policy: PreTrainedModel) -> _Expected:
-        vocabulary = len(policy.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
+        vocabulary = len(policy.get_input_embeddings().weight)  # pyrefly: ignore[bad-argument-type]
         drawn = torch.Generator().manual_seed(0)
         ids_T = torch.randint(0, vocabulary, (_NUM_TOKENS,), generator=drawn)
         logprobs_TV = _logprobs(policy, ids_T)

@@ -59,7 +59,7 @@ def _take_from_first(part: torch.nn.Module, mesh: DeviceMesh) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     taken: dict[int, torch.Tensor] = {}  # by the id of the tensor before, so that tied weights stay tied
     for module in part.modules():
-        kinds = module._parameters, module._buffers  # pyright: ignore[reportPrivateUsage]
+        kinds = module._parameters, module._buffers
         for tensors in cast("tuple[dict[str, Any], ...]", kinds):
             for name, before in tensors.items():
                 if before is None or isinstance(before, DTensor):

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lit_grpo.policy.hub import stored_file
 from lit_grpo.process.inputs import read_json
@@ -86,7 +86,7 @@ def _of_file(place: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     try:
-        return cast("PreTrainedTokenizerFast", PreTrainedTokenizerFast.from_pretrained(place, trust_remote_code=False))
+        return PreTrainedTokenizerFast.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # the library tokenizers raises an Exception without a class of its own
         raise ValueError(f"its {_FILE} is damaged ({first_line(error)})") from error
 

@@ -136,7 +136,7 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 def persistent_buffers(module: torch.nn.Module) -> Iterator[Named]:
     """Yield the buffers that a model's files hold, by name."""
     for prefix, owner in module.named_modules():
-        passing = owner._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        passing = owner._non_persistent_buffers_set
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in passing:
                 yield f"{prefix}.{name}".removeprefix("."), buffer

@@ -130,7 +130,7 @@ def read_yaml(path: Path, most: int = MOST_BYTES) -> Any:
 class _WithoutDates(yaml.CSafeLoader):
     """Reads a date as text, as jsonargparse does."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers: ClassVar = {  # pyrefly: ignore[bad-override]
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith("timestamp")]
         for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
     }

@@ -66,7 +66,7 @@ def masked(value: T) -> T:
         dict: lambda values: {masked(name): masked(each) for name, each in values.items()},
     }
     mask = masks.get(type(value))
-    return value if mask is None else mask(value)  # pyright: ignore[reportArgumentType, reportReturnType]
+    return value if mask is None else mask(value)  # pyrefly: ignore[bad-argument-type, bad-return]
 
 
 def _mask(text: str) -> str:

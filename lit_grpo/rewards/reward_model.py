@@ -82,7 +82,7 @@ class RewardModel(StatefulReward):
         self._device = self._device or device
         if self._model is None:
             self._model = self._load()
-        self._model.to("cpu" if self.offload else self._device)  # pyright: ignore[reportArgumentType]
+        self._model.to("cpu" if self.offload else self._device)  # pyrefly: ignore[bad-argument-type]
 
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float | Exception]:
         """Score a group; a completion whose text is too long has an error in place of its value."""
@@ -92,12 +92,12 @@ class RewardModel(StatefulReward):
             if self._model is None:
                 self.begin(torch.device("cpu"), Path())
             assert self._model is not None
-            self._model.to(self._device)  # pyright: ignore[reportArgumentType]
+            self._model.to(self._device)  # pyrefly: ignore[bad-argument-type]
             try:
                 return self._score(self._model, self._tokens(prompts, completions))
             finally:
                 if self.offload:
-                    self._model.to("cpu")  # pyright: ignore[reportArgumentType]
+                    self._model.to("cpu")  # pyrefly: ignore[bad-argument-type]
 
     def _load(self) -> PreTrainedModel:
         from transformers import AutoModelForSequenceClassification

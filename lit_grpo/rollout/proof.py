@@ -105,7 +105,7 @@ _SHAKE = 0.01
 
 def given_tokens(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[list[int]]:
     """Draw sequences of at most ``longest`` tokens, without special tokens; they are the same each time."""
-    added: Mapping[str, int] = tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]
+    added: Mapping[str, int] = tokenizer.get_added_vocab()
     special = {*tokenizer.all_special_ids, *added.values()}
     ids = [number for number in range(len(tokenizer)) if number not in special]
     length = max(min(_MOST_TOKENS_EACH, longest), 2)

@@ -225,9 +225,8 @@ class RoundScheduler(CoreListener):
             has_all = len(tally.rewarded.keys() | tally.gone) == tally.asked
             if has_all and not tally.is_replaced and self._replacement.is_flat(tally.ended.values(), self._pass_rule):
                 tally.is_replaced = True
-                prompt = next(self._replacements, None)
-                requests = [] if prompt is None else tally.requests(range(tally.ends[0]))
-                opened += [replace(request, prompt=prompt) for request in requests]
+                if (prompt := next(self._replacements, None)) is not None:
+                    opened += [replace(each, prompt=prompt) for each in tally.requests(range(tally.ends[0]))]
         return Answer(submit=submit, open=opened)
 
     def _ask(self, tally: PromptTally) -> range:

@@ -106,7 +106,7 @@ class Puzzle:
 
         It is a hash of the characters' claims, the claims about them, and those of their neighbors.
         """
-        colors = dict.fromkeys(CHARACTERS[: self.num_characters], 0)
+        colors: dict[str, int] = dict.fromkeys(CHARACTERS[: self.num_characters], 0)
         for _ in range(3):
             colors = {letter: self._color(letter, colors) for letter in colors}
         return split_of(_hash(sorted(colors.values())))

@@ -67,7 +67,9 @@ def default_callbacks(
     for name in given:
         if name not in kinds:
             raise ValueError(f"callbacks has no {name!r}; it has {', '.join(kinds)}.")
-    made = {name: kind(**(given.get(name) or {})) for name, kind in kinds.items() if given.get(name, {}) is not None}
+    made: dict[str, Any] = {
+        name: kind(**(given.get(name) or {})) for name, kind in kinds.items() if given.get(name, {}) is not None
+    }
     checkpoint = made.pop("checkpoint", None)
     first = [] if checkpoint is None else [checkpoint]
     return [*first, *own, *made.values(), SavedByRun(checkpoint)]

@@ -403,6 +403,7 @@ def largest(sizes: Sizes, demand: Demand, field: str, limit: float, most: int = 
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        fits = forecast(sizes, replace(demand, **{field: middle})).peak <= limit
+        change: dict[str, Any] = {field: middle}
+        fits = forecast(sizes, replace(demand, **change)).peak <= limit
         low, high = (middle, high) if fits else (low, middle - 1)
     return low

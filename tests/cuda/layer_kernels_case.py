@@ -26,7 +26,7 @@ def rounded(numbers: Any, own_dtype: Any, dtype: Any, mode: Any) -> Any:
 
 
 converted = interpreter._convert_float
-interpreter._convert_float = rounded
+interpreter._convert_float = rounded  # pyrefly: ignore[bad-assignment]
 
 
 def piecewise(dtype: torch.dtype, weights_in: torch.dtype) -> dict[str, float]:

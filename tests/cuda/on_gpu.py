@@ -75,7 +75,7 @@ def sample(
             counts.note(ledger)
         return events
 
-    generator.step = counted  # pyright: ignore[reportAttributeAccessIssue]
+    generator.step = counted
     kind = generator.policy.device.type
     if ledger is not None:
         ledger.reset()
@@ -177,7 +177,7 @@ def check_update(precision: torch.dtype | None = None) -> None:
             made.append(args or kwargs)
             return loss(*args, **kwargs)
 
-        learner.passes._loss = counted  # pyright: ignore[reportAttributeAccessIssue]
+        learner.passes._loss = counted
         gpu.reset()
         learner.learn(groups())
         waits = gpu.count("wait") - 1  # for the gradient that this reads

@@ -136,7 +136,7 @@ def test_a_compilation_that_fails_is_told_in_a_line_and_ends_no_run(
     with pretend_cuda(), monkeypatch.context() as patch:
         patch.setattr(binding, "layer_kernels", lambda shape: Failing(failure))
         with pytest.warns(UserWarning, match="Qwen3ForCausalLM is decoded without Triton kernels between .*longer: "):
-            generator = started(random_policy().to("cuda"), policy_folder)  # pyright: ignore
+            generator = started(random_policy().to("cuda"), policy_folder)  # pyrefly: ignore[bad-argument-type]
         assert generator._fused is not None and generator._fused.kernels is None and generator._graphs is not None
         actual, _ = sample(generator, max_tokens=6)
     assert off(actual, expected) < 1e-4
@@ -146,7 +146,7 @@ def test_kernels_that_compute_something_else_are_left_out(policy_folder: Path, m
     with pretend_cuda(), monkeypatch.context() as patch:
         patch.setattr(binding, "layer_kernels", lambda shape: Wrong())
         with pytest.warns(UserWarning, match="without Triton kernels between products, .*: the hidden states come out"):
-            generator = started(random_policy().to("cuda"), policy_folder)  # pyright: ignore
+            generator = started(random_policy().to("cuda"), policy_folder)  # pyrefly: ignore[bad-argument-type]
     assert generator._fused is not None and generator._fused.kernels is None
 
 
@@ -159,7 +159,7 @@ def test_a_failing_device_ends_the_run(
     with pretend_cuda(), monkeypatch.context() as patch:
         patch.setattr(binding, "layer_kernels", lambda shape: Failing(failure))
         with pytest.raises(type(failure)) as raised:
-            started(random_policy().to("cuda"), policy_folder)  # pyright: ignore
+            started(random_policy().to("cuda"), policy_folder)  # pyrefly: ignore[bad-argument-type]
     assert raised.value is failure
 
 
@@ -184,13 +184,13 @@ def test_a_gpu_without_triton_decodes_without_graphs_and_the_run_says_why(
     with pretend_cuda(), monkeypatch.context() as patch:
         spoil(patch)
         with pytest.warns(UserWarning, match=f"decoded without CUDA graphs, .*: {said}"):
-            generator = started(random_policy().to("cuda"), policy_folder)  # pyright: ignore
+            generator = started(random_policy().to("cuda"), policy_folder)  # pyrefly: ignore[bad-argument-type]
     assert generator._graphs is None
 
 
 def test_the_run_says_once_a_dtype_which_way_it_goes(policy_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pretend_cuda():
-        generator = started(random_policy().to("cuda"), policy_folder)  # pyright: ignore
+        generator = started(random_policy().to("cuda"), policy_folder)  # pyrefly: ignore[bad-argument-type]
         for _ in range(2):
             sample(generator, max_tokens=6, autocast=torch.bfloat16)
     said = [line for line in capsys.readouterr().out.splitlines() if "Triton kernels between products" in line]

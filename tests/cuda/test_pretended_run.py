@@ -115,7 +115,7 @@ def test_a_run_resumes_and_learns_as_on_the_cpu(tmp_path: Path, precision: Any, 
 
 @pytest.mark.nightly
 def test_a_hybrid_without_its_kernels_learns_too_and_the_run_says_what_to_install(tmp_path: Path) -> None:
-    logging.Logger.warning_once.cache_clear()  # pyright: ignore[reportAttributeAccessIssue]
+    logging.Logger.warning_once.cache_clear()  # pyrefly: ignore[missing-attribute]
     with quiet(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         whole, _ = run(loaded("tiny_hybrid"), tmp_path / "cpu", "cpu", "32-true", 1)

@@ -49,7 +49,7 @@ CASES += [("lora", "bf16-mixed"), ("checkpointing", "bf16-mixed")]
 
 
 def make(kind: str, dtype: torch.dtype) -> Any:
-    policy: Any = random_policy().to(dtype)
+    policy: Any = random_policy().to(dtype)  # pyrefly: ignore[bad-argument-type]
     if kind == "lora":
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -112,7 +112,7 @@ def test_a_micro_batch_is_one_pinned_copy() -> None:
 def test_a_reference_costs_one_wait_more(offload: bool) -> None:
     objective = Objective(kl=KLTerm(0.1))
     policy: Any = random_policy(1).train()
-    reference = Reference(copy.deepcopy(random_policy()), torch.device("cpu"), ReferenceSettings())  # pyright: ignore
+    reference = Reference(copy.deepcopy(random_policy()), torch.device("cpu"), ReferenceSettings())
     steps = KeepsGradients(policy)
     _, expected = learn(policy, steps, reference, objective=objective)
     with pretend_cuda() as gpu:

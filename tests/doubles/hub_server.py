@@ -52,7 +52,7 @@ class HubServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: HubServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    server: HubServer  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def do_HEAD(self) -> None:
         self._answer(b"")

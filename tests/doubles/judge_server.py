@@ -46,7 +46,7 @@ class JudgeServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: JudgeServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    server: JudgeServer  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -119,7 +119,7 @@ def _line() -> str:
 
 def place_of(tensor: torch.Tensor) -> Place:
     """Return where the storage of a tensor is."""
-    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     try:
@@ -272,7 +272,7 @@ def _tensor_methods(mode: _Mode) -> dict[str, Any]:
         if args and isinstance(args[0], torch.Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
         copy = kwargs.pop("copy", False)
-        wanted, dtype, asynchronous, layout = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
+        wanted, dtype, asynchronous, layout = torch._C._nn._parse_to(*args, **kwargs)
         more = {} if layout is None else {"memory_format": layout}
         kind = "cuda" if is_there(tensor) else "cpu"
         if tensor.is_meta or wanted is None or wanted.type == kind or wanted.type not in ("cpu", "cuda"):
@@ -530,7 +530,7 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
             **{name: _as_cpu(getattr(torch, name)) for name in ("is_autocast_enabled", "get_autocast_dtype")},
             **{name: _by_way_of_the_host(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")},
         },
-        torch.autograd: {"_engine_run_backward": _engine(mode, torch.autograd._engine_run_backward)},  # pyright: ignore
+        torch.autograd: {"_engine_run_backward": _engine(mode, torch.autograd._engine_run_backward)},
         torch._C: {"_group_tensors_by_device_and_dtype": _grouped(torch._C._group_tensors_by_device_and_dtype)},
         binding: {
             "find_spec": lambda name: name,  # Triton's kernels have stand-ins

@@ -36,11 +36,11 @@ def _wrapped(tokenizer: Tokenizer, eos: str = "<|im_end|>", template: str = CHAT
 
 def _bytes(prefix_space: bool = False, normalizer: Any = None, special: Sequence[Any] = SPECIAL) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizer  # pyright: ignore
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)  # pyright: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(  # pyright: ignore
+    trainer = trainers.BpeTrainer(
         vocab_size=500, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
@@ -49,10 +49,10 @@ def _bytes(prefix_space: bool = False, normalizer: Any = None, special: Sequence
 
 def _unigram(scheme: str, normalizer: Any = None) -> Tokenizer:
     tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizer  # pyright: ignore
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)  # pyright: ignore
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)  # pyright: ignore
-    trainer = trainers.UnigramTrainer(  # pyright: ignore
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.UnigramTrainer(
         vocab_size=300,
         special_tokens=list(SPECIAL),
         unk_token="<unk>",
@@ -71,8 +71,8 @@ def _prepend() -> Tokenizer:
     for merge in merges:
         vocabulary.setdefault("".join(merge), len(vocabulary))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # pyright: ignore
-    tokenizer.decoder = decoders.Sequence(  # pyright: ignore
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     tokenizer.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
@@ -80,11 +80,11 @@ def _prepend() -> Tokenizer:
 
 
 def _word_piece() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))  # pyright: ignore
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)  # pyright: ignore
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # pyright: ignore
-    tokenizer.decoder = decoders.WordPiece()  # pyright: ignore
-    trainer = trainers.WordPieceTrainer(  # pyright: ignore
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
         vocab_size=300, special_tokens=list(SPECIAL), show_progress=False, initial_alphabet=list(LETTERS)
     )
     tokenizer.train_from_iterator([*TEXTS, LETTERS], trainer)
@@ -94,7 +94,7 @@ def _word_piece() -> Tokenizer:
 def _words() -> Tokenizer:
     words = dict.fromkeys([*SPECIAL, *" ".join(TEXTS).split(), *LETTERS.split(), *"=+-.,:?", "more"])
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens([*SPECIAL])
     return tokenizer
 
@@ -102,7 +102,7 @@ def _words() -> Tokenizer:
 def _characters() -> Tokenizer:
     letters = dict.fromkeys([*SPECIAL, *LETTERS])
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, [], unk_token="<unk>"))
-    tokenizer.decoder = decoders.Fuse()  # pyright: ignore
+    tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([*SPECIAL])
     return tokenizer
 
@@ -111,7 +111,7 @@ def _begins_and_ends() -> Any:
     """Return one that puts tokens before and after each text."""
     tokenizer = _bytes()
     ids = [(each, tokenizer.token_to_id(each)) for each in ("<s>", "</s>")]
-    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ids)  # pyright: ignore
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ids)
     return _wrapped(tokenizer)
 
 

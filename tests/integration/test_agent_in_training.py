@@ -126,7 +126,7 @@ def test_malformed_requests_of_one_agent_cost_no_trajectory(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     hears = Hears()
     run = lit_grpo.train(
-        chatty_policy(chat_tokenizer()),  # pyright: ignore
+        chatty_policy(chat_tokenizer()),
         [{"prompt": "Say something.", "number": number} for number in range(2)],
         [],
         tokenizer=chat_tokenizer(),
@@ -169,7 +169,7 @@ def test_an_agent_of_openais_client_trains_on_the_tokens_that_were_sampled(
     before = {name: value.clone() for name, value in policy.named_parameters()}
     rows = [{"prompt": "Say something.", "seed": number} for number in range(4)]
     run = lit_grpo.train(
-        policy,  # pyright: ignore
+        policy,
         rows,
         [],
         tokenizer=chat_tokenizer(),

@@ -39,7 +39,8 @@ def test_a_claim_holds_on_the_right_side_of_its_bound(value: float, relation: An
 
 
 def options(**changes: Any) -> Options:
-    return Options(**({"quick": False, "device": "cpu", "policy": None, "output": None} | changes))
+    usual: dict[str, Any] = {"quick": False, "device": "cpu", "policy": None, "output": None}
+    return Options(**(usual | changes))
 
 
 def test_a_claim_that_fails_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_tensorboard_begins_with_the_reward(folder: Path) -> None:
     from tensorboard.plugins.custom_scalar import layout_pb2
     from tensorboard.plugins.hparams.metadata import EXPERIMENT_TAG, SESSION_START_INFO_TAG
 
-    files = [EventAccumulator(str(path)).Reload() for path in sorted(folder.glob("events.out.*"))]
+    files: list[Any] = [EventAccumulator(str(path)).Reload() for path in sorted(folder.glob("events.out.*"))]
     tags = {name for events in files for name in events.Tags()["scalars"]}
     (content,) = files[0].Tensors("custom_scalars__config__")
     layout: Any = layout_pb2.Layout.FromString(  # type: ignore[attr-defined]

@@ -102,7 +102,7 @@ def test_fit_leaves_metrics_samples_checkpoints_and_a_policy_that_transformers_l
     assert {path.name for path in Path("runs/task/checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     assert Path("runs/task/config.yaml").exists()
     model = AutoModelForCausalLM.from_pretrained("runs/task/policy")
-    tokenizer = AutoTokenizer.from_pretrained("runs/task/policy")
+    tokenizer: Any = AutoTokenizer.from_pretrained("runs/task/policy")
     generated = cast(Any, model).generate(**tokenizer("1+2=", return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert generated.shape[1] > 4
 

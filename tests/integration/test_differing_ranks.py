@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import forks  # pyright: ignore[reportMissingImports]
+import forks
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import random_policy, table_rows  # pyright: ignore[reportMissingImports]
+from conftest import random_policy, table_rows
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
@@ -69,7 +69,7 @@ def new_weights(folder: Path) -> None:
 
 
 def new_template(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.save_pretrained(folder)
 
@@ -225,7 +225,7 @@ def train_with_own_trainer(given: dict[str, Any], folder: Path, options: dict[st
     keys = ("policy", "rewards", "num_generations", "sampling", "optimizer")
     module = GRPOModule(**{key: given[key] for key in keys})
     data = PromptDataModule(given["policy"], train=given["train"], batch_size=given["batch_size"])
-    settings = {**TRAINER_DEFAULTS, **options, "max_steps": given["max_steps"], "logger": False}
+    settings: dict[str, Any] = {**TRAINER_DEFAULTS, **options, "max_steps": given["max_steps"], "logger": False}
     pl.Trainer(callbacks=default_callbacks(), default_root_dir=str(folder), **settings).fit(module, data)
 
 
@@ -250,7 +250,9 @@ def go(policy: str, output: Path, name: str, rank: int) -> str:
         given["callbacks"] = imitating(EXAMPLES)
     given |= CASES[name][0](policy, folder) if rank else {}
     own_version, version = given.pop("version", None), origins.version
-    origins.version = lambda package: own_version if own_version and package == "transformers" else version(package)
+    origins.version = lambda distribution_name: (
+        own_version if own_version and distribution_name == "transformers" else version(distribution_name)
+    )
     options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "enable_progress_bar": False}
     try:
         if name.endswith("of one's own"):
@@ -282,7 +284,7 @@ def said(
     """What each rank said in the selected cases, which run in one pair of processes."""
     output = tmp_path_factory.mktemp("differing_ranks")
     items = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["name"] for item in items if "said" in item.fixturenames]  # pyright: ignore
+    names = [item.callspec.params["name"] for item in items if "said" in item.fixturenames]  # pyrefly: ignore[missing-attribute]
     (output / "cases.json").write_text(json.dumps(names))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "integration"), str(TESTS.parent)]),

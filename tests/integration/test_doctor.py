@@ -138,7 +138,7 @@ def template(text: str, **tokens: str) -> Callable[[Path, pytest.MonkeyPatch], S
 def change_tokenizer(folder: Path, **changes: str) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "policy")
     for name, value in changes.items():
         setattr(tokenizer, name, value)
     tokenizer.save_pretrained(folder / "policy")
@@ -227,7 +227,7 @@ def smaller_policy(vocab_size: int) -> Callable[[Path, pytest.MonkeyPatch], Sequ
     """The tokenizer has more tokens than the policy has embeddings."""
 
     def plant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
-        random_policy(vocab_size=vocab_size).save_pretrained(folder / "policy")  # pyright: ignore[reportCallIssue]
+        random_policy(vocab_size=vocab_size).save_pretrained(folder / "policy")
         return []
 
     return plant

@@ -175,7 +175,7 @@ EDITS: dict[str, Callable[[Checkpoint], Any]] = {
     "a moment of another shape": lambda saved: in_state(saved, lambda one: one.flatten()[:3]),
     "a moment of another dtype": lambda saved: in_state(saved, torch.Tensor.half),
     "no weight": lambda saved: saved["state_dict"].pop(WEIGHT),
-    "a number as a weight": in_weight(lambda one: 5),  # pyright: ignore[reportArgumentType]
+    "a number as a weight": in_weight(lambda one: 5),  # pyrefly: ignore[bad-argument-type]
     "a weight of another shape": in_weight(lambda one: one.T.flatten()),
     "a weight of another dtype": in_weight(torch.Tensor.bfloat16),
     "another policy": lambda saved: saved["hyper_parameters"].update(policy="tiny"),
@@ -187,7 +187,7 @@ EDITS: dict[str, Callable[[Checkpoint], Any]] = {
 """Edits of what ``torch.load`` gives; all are refused."""
 CONTENT: dict[str, Callable[[Checkpoint], Any]] = {
     "NaN in a weight": in_weight(lambda one: one.index_fill(0, torch.tensor(0), float("nan"))),
-    "infinity in a moment": lambda saved: in_state(saved, lambda one: one / 0),
+    "infinity in a moment": lambda saved: in_state(saved, lambda one: one / 0),  # pyrefly: ignore[division-by-zero]
 }
 """Edits of the content of tensors in a file."""
 

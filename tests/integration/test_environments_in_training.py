@@ -119,7 +119,7 @@ ARGUMENTS = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A random policy whose turns stand for calls, which it could not write."""
-    chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")  # pyright: ignore
+    chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")
     chat_tokenizer().save_pretrained(tmp_path / "policy")
 
     def read(chat: Chat, token_ids: Any, before: Any, tools: Any) -> Turn:
@@ -334,7 +334,7 @@ def test_an_environment_that_fails_at_every_reset_ends_the_run_at_its_first_batc
 def test_an_environment_whose_factory_makes_none_is_a_failure_that_is_named(folder: str) -> None:
 
     def make() -> Catch:
-        return None  # pyright: ignore[reportReturnType]
+        return None  # pyrefly: ignore[bad-return]
 
     with pytest.raises(CannotGoOn, match=r"Catch fails when it is reset \(AttributeError: 'NoneType' object"):
         train(folder, GAMES, None, max_steps=3, factory=make, max_turns=2, retries=0)

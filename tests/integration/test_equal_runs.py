@@ -89,7 +89,7 @@ def train(plugins: list[Any], name: str) -> tuple[str, dict[str, torch.Tensor]]:
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")  # pyright: ignore
+    chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")
     chat_tokenizer().save_pretrained(tmp_path / "policy")
     monkeypatch.setattr(Chat, "read", read_as_calls)
     monkeypatch.chdir(tmp_path)

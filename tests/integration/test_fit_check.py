@@ -52,7 +52,8 @@ def test_what_is_largest_fits_and_one_more_does_not() -> None:
     for field in ("num_slots", "micro_batch_tokens"):
         limit = 400 * 2**20
         most = largest(sizes, demand, field, limit)
-        at, beyond = (forecast(sizes, Demand(**{**vars(demand), field: value})).peak for value in (most, most + 1))
+        changes: list[dict[str, Any]] = [{field: most}, {field: most + 1}]
+        at, beyond = (forecast(sizes, replace(demand, **change)).peak for change in changes)
         assert at <= limit < beyond
 
 

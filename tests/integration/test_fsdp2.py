@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import forks  # pyright: ignore[reportMissingImports]
+import forks
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import read_metrics, table_rows  # pyright: ignore[reportMissingImports]
-from hand_made import make_module, make_trainer, relative_error, weights_of  # pyright: ignore[reportMissingImports]
+from conftest import read_metrics, table_rows
+from hand_made import make_module, make_trainer, relative_error, weights_of
 from safetensors.torch import load_file
-from test_two_ranks import (  # pyright: ignore[reportMissingImports]
+from test_two_ranks import (
     TESTS,
     SlotsApart,
-    even_length,
+    even_length,  # noqa: F401 (this file is where the runs of its processes look for it)
     momentum,
     rank_and_world_size,
 )
@@ -184,7 +184,7 @@ def ranks(
     """What came of the runs that the selected tests look at, on rank 0 and on rank 1."""
     single("half"), single("adapters")
     items = [item for item in request.session.items if item.path == request.path]
-    asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}  # pyright: ignore
+    asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
     own = [name for name in runs("", output) if name in {"half", "adapters"} | asked and not name.endswith("-> 1")]
     names = sorted(own, key=lambda name: "->" in name)  # those that go on from others' checkpoints come last
     python_path = os.pathsep.join([str(TESTS / "integration"), str(TESTS), str(TESTS.parent)])
@@ -352,5 +352,4 @@ def steps(run: Path) -> list[int]:
 
 
 if __name__ == "__main__":
-    assert even_length
     main(*sys.argv[1:])

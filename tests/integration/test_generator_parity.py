@@ -188,7 +188,7 @@ def test_long_rope_is_decoded_up_to_the_original_context_only(tokenizer: Any) ->
 
 
 def test_a_bfloat16_policy_decodes_close_to_its_own_forward(tokenizer: Any) -> None:
-    model: Any = random_policy().to(torch.bfloat16)
+    model: Any = random_policy().to(torch.bfloat16)  # pyrefly: ignore[bad-argument-type]
     for completion in collect(model, tokenizer, SamplingParams(max_tokens=40), group=3):
         assert completion.logprobs_T.dtype == torch.float32
         gap_T = (completion.logprobs_T.double() - exact_logprobs(model, completion)).abs()

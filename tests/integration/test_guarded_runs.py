@@ -51,8 +51,8 @@ ENDING = ("name", "version", "save_dir", "experiment")
 class Silent(Logger):
     """A logger that keeps nothing, and has an ``experiment``, which Lightning's base class has not."""
 
-    name = property(lambda _: "mine")  # pyright: ignore[reportIncompatibleMethodOverride]
-    version = property(lambda _: "")  # pyright: ignore[reportIncompatibleMethodOverride]
+    name = property(lambda _: "mine")
+    version = property(lambda _: "")
     experiment = property(lambda _: {})
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:

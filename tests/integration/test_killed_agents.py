@@ -128,7 +128,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 def test_agents_at_work_when_a_run_is_killed_begin_again_and_nothing_is_lost_or_trained_on_twice(
     tmp_path: Path,
 ) -> None:
-    chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")  # pyright: ignore
+    chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")
     chat_tokenizer().save_pretrained(tmp_path / "policy")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"number": row}) + "\n" for row in range(20)))
     checkpoints = tmp_path / "runs" / "kept" / "checkpoints"

@@ -24,7 +24,7 @@ import httpx
 import psutil
 import pytest
 from hand_made import SERVER_ARGUMENTS, save_policy_for_vllm
-from test_ray import cluster as cluster  # pyright: ignore[reportMissingImports]
+from test_ray import cluster as cluster
 
 from lit_grpo.process.files import PrivateFolder
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, RUN_HEADER, TOKEN_VARIABLE

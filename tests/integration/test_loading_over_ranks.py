@@ -37,7 +37,7 @@ def memory(name: str) -> int:
 
 def load(folder: str, rank: str) -> None:
     """Load and shard as one of two ranks, and tell the most memory that it took and whether all is there."""
-    store = distributed.FileStore(f"{folder}/store", 2)  # pyright: ignore[reportPrivateImportUsage]
+    store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=2, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (2,))
     load_policy(f"{folder}/small", outline=True)  # what is imported on the way is not the policy's
@@ -60,7 +60,7 @@ def save_policy(folder: Path, num_layers: int, hidden: int) -> None:
     torch.manual_seed(0)
     shape = {"num_hidden_layers": num_layers, "hidden_size": hidden, "intermediate_size": 4 * hidden, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_dropout": 0.1}
-    config = Qwen3Config(**shape, **heads, vocab_size=512, tie_word_embeddings=True)  # pyright: ignore[reportCallIssue]
+    config = Qwen3Config(**shape, **heads, vocab_size=512, tie_word_embeddings=True)
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 

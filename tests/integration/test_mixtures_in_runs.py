@@ -49,8 +49,8 @@ SIZES: dict[str, Any] = {
 
 
 def train(policy: Path, folder: Path, **changes: Any) -> Any:
-    mixture = {"weights": {"a": 3, "b": 1}}
-    settings = {"validation": ROWS, "rewards": REWARDS, "data": {"mixture": mixture}, **SIZES, **changes}
+    data = {"mixture": {"weights": {"a": 3, "b": 1}}}
+    settings: dict[str, Any] = {"validation": ROWS, "rewards": REWARDS, "data": data, **SIZES, **changes}
     return lit_grpo.train(str(policy), ROWS, settings.pop("rewards"), dir=str(folder), **settings)
 
 

@@ -77,7 +77,7 @@ def test_keys_and_values_of_older_weights_are_used_where_the_mode_keeps_them(
 
     monkeypatch.setattr(EngineRequests, "open", open_stream)
     # Long, so that some are being decoded at a sync; and small steps, for old keys tell in the log-probs.
-    settings = {"sampling": SamplingParams(max_tokens=96), "optimizer": sgd(0.02)}
+    settings: dict[str, Any] = {"sampling": SamplingParams(max_tokens=96), "optimizer": sgd(0.02)}
     for at_sync in ("keep", "recompute"):
         salts.clear()
         for attempt in range(5):  # where updates take long, on a busy machine, all may have been decoded before a sync

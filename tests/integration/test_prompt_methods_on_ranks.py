@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import forks  # pyright: ignore[reportMissingImports]
+import forks
 import pytest
 import torch
-from conftest import random_policy  # pyright: ignore[reportMissingImports]
-from hand_made import (  # pyright: ignore[reportMissingImports]
+from conftest import random_policy
+from hand_made import (
     Batches,
     StepRecorder,
     flat,

@@ -150,7 +150,7 @@ def test_a_mistake_in_python_is_one_sentence_before_the_run(settings: Any, probl
 )
 def test_callbacks_that_an_own_trainer_lacks_are_named(callbacks: list[Any], problem: str, policy_folder: Path) -> None:
     module = GRPOModule(str(policy_folder), rewards=[RewardSpec("lit_grpo.rewards.exact_match")])
-    data = PromptDataModule(str(policy_folder), train=ROWS, batch_size=2)  # pyright: ignore[reportArgumentType]
+    data = PromptDataModule(str(policy_folder), train=ROWS, batch_size=2)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError) as caught:
         make_trainer(*callbacks).fit(module, datamodule=data)
     assert str(caught.value).startswith(problem)
@@ -308,7 +308,8 @@ def test_an_own_trainer_saves_with_a_checkpoint_of_the_users_and_finds_best_and_
 ) -> None:
     def trainer(max_steps: int, *own: pl.Callback) -> pl.Trainer:
         callbacks = default_callbacks({"policy_exporter": None}, own)
-        options = {**TRAINER_DEFAULTS, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+        options: dict[str, Any] = {**TRAINER_DEFAULTS, "accelerator": "cpu", "logger": False}
+        options["enable_progress_bar"] = False
         return pl.Trainer(**options, max_steps=max_steps, default_root_dir=tmp_path, callbacks=callbacks)
 
     def parts() -> tuple[GRPOModule, PromptDataModule]:
@@ -333,7 +334,7 @@ def test_an_own_trainer_saves_with_a_checkpoint_of_the_users_and_finds_best_and_
     second.fit(module, data, ckpt_path="last")
     assert module.policy_version == 2
     second.test(module, data, ckpt_path="best", verbose=False)
-    assert second.ckpt_path == str(tmp_path / "checkpoints" / "best.ckpt")  # pyright: ignore
+    assert second.ckpt_path == str(tmp_path / "checkpoints" / "best.ckpt")
 
 
 LOGGERS_OF_A_USER: dict[str, Any] = {

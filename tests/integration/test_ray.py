@@ -18,7 +18,7 @@ import torch
 from conftest import read_metrics
 from hand_made import SERVER_ARGUMENTS, make_trainer, save_policy_for_vllm
 from safetensors.torch import load_file
-from test_server_faults import collect, sync  # pyright: ignore[reportMissingImports]
+from test_server_faults import collect, sync
 
 from lit_grpo.checks import check_trainer
 from lit_grpo.policy.loading import load_policy, load_tokenizer
@@ -113,9 +113,9 @@ def test_a_worker_that_is_gone_ends_the_program_with_one_sentence_and_other_erro
     trainer: Any = Failing(rank0=RuntimeError("gloo: connection closed by peer"), rank1=killed)
     with pytest.raises(SystemExit, match=r"^error: Rank 1 of Ray's workers is gone, .* command with --ckpt_path last"):
         fit_on_workers(trainer)
-    trainer = Failing(rank0=RuntimeError("another error"))
+    other: Any = Failing(rank0=RuntimeError("another error"))
     with pytest.raises(TrainingFailedError):
-        fit_on_workers(trainer)
+        fit_on_workers(other)
 
 
 @pytest.mark.nightly

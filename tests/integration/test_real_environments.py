@@ -21,7 +21,7 @@ SAYS: list[Turn] = []
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A random policy whose turns stand for those of ``SAYS``, which it could not write."""
-    chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")  # pyright: ignore
+    chatty_policy(chat_tokenizer()).save_pretrained(tmp_path / "policy")
     chat_tokenizer().save_pretrained(tmp_path / "policy")
 
     def read(chat: Chat, token_ids: Any, before: Any, tools: Any) -> Turn:

@@ -126,7 +126,8 @@ def test_its_export_is_a_folder_of_transformers(run: Path, folder: Path) -> None
     assert not hasattr(exported.config, "quantization_config")
     moved = [not torch.equal(new, old) for new, old in zip(exported.parameters(), before.parameters(), strict=True)]
     assert sum(moved) > len(moved) // 2
-    text = AutoTokenizer.from_pretrained(folder / "exported").apply_chat_template(
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "exported")
+    text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "2 + 3 = ?"}], add_generation_prompt=True, tokenize=False
     )
     assert text.endswith("<|im_start|>assistant\n")

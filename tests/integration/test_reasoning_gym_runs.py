@@ -29,7 +29,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A random policy of bytes, with a chat template."""
     monkeypatch.chdir(tmp_path)
-    random_policy(vocab_size=257, max_position_embeddings=1024).save_pretrained(tmp_path / "policy")  # pyright: ignore[reportCallIssue]
+    random_policy(vocab_size=257, max_position_embeddings=1024).save_pretrained(tmp_path / "policy")
     return save_tokenizer(tmp_path / "policy", TEMPLATE)
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def in_tensorboard(folder: Path, name: str) -> dict[str, list[tuple[int, float]]
     """What TensorBoard shows of a run that does not depend on the clock."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    seen = EventAccumulator(str(folder / "runs" / name))
+    seen: Any = EventAccumulator(str(folder / "runs" / name))
     seen.Reload()
     names = [name for name in seen.Tags()["scalars"] if name.startswith(("reward", "val/"))]
     return {name: [(event.step, event.value) for event in seen.Scalars(name)] for name in names}

@@ -156,7 +156,7 @@ def test_servers_named_by_url_are_checked_and_used(
     generator.close()  # gives them back
     wider = random_policy(head_dim=32, intermediate_size=96)
     with pytest.raises(ValueError, match="another model is served: its intermediate_size is 64, the policy's is 96"):
-        VLLMServerGenerator(2, urls=urls).start(PolicySpec(wider, load_tokenizer(str(folder))))  # pyright: ignore[reportArgumentType]
+        VLLMServerGenerator(2, urls=urls).start(PolicySpec(wider, load_tokenizer(str(folder))))
     with pytest.raises(ValueError, match="has another tokenizer than the policy"):
         VLLMServerGenerator(2, urls=urls).start(PolicySpec(policy, make_tokenizer()))
     named = VLLMServerGenerator(2, urls=urls)

@@ -78,7 +78,7 @@ def test_what_is_set_aside_comes_out_the_same_with_its_logprobs(
     controller = RolloutLoop(
         generator, listeners=[Stepped(lambda _: held.append(generator.capacity().kv_tokens_in_use))]
     )
-    controller.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # pyright: ignore - always too short
+    controller.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # always too short
     groups, stats = controller.collect(PROMPTS, 4, SAMPLING, seed=0)
     assert stats.num_preempted > 1
     assert max(held) <= 350
@@ -109,7 +109,7 @@ def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
     budget = None if plan == FULL_GROUP else rng.randint(150, 600)
     controller = RolloutLoop(make(policy, tokenizer, slots, budget), plan=find_plan(plan))
     if rng.random() < 0.5:
-        controller.lengths.estimate = lambda jobs: torch.rand(len(jobs)).mul(100).double().numpy()  # pyright: ignore
+        controller.lengths.estimate = lambda jobs: torch.rand(len(jobs)).mul(100).double().numpy()
     assert samples(controller.collect(PROMPTS, 4, SAMPLING, seed=0)[0]) == samples(expected)
 
 
@@ -201,7 +201,7 @@ def test_after_an_interrupt_under_scarce_memory_no_token_of_old_weights_is_left(
             raise KeyboardInterrupt
 
     loop = RolloutLoop(generator, listeners=[Stepped(interrupting)])
-    loop.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # pyright: ignore - always too short
+    loop.lengths.estimate = lambda jobs: torch.ones(len(jobs)).numpy()  # always too short
     with pytest.raises(KeyboardInterrupt):
         loop.collect(PROMPTS, 4, SAMPLING, seed=0)
     assert len(loop.buffer) == 0 and generator.capacity().free_slots == 6

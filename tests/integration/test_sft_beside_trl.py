@@ -47,7 +47,7 @@ def trl_step(folder: Path, policy: Any, rows: list[dict[str, Any]]) -> tuple[Any
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trainer = SFTTrainer(policy, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     (batch,) = trainer.get_train_dataloader()
-    loss = trainer.compute_loss(policy, batch)
+    loss: Any = trainer.compute_loss(policy, batch)
     loss.backward()
     return batch, float(loss.detach())
 

@@ -45,7 +45,7 @@ def score(completion):
 
 def save(folder: str, rank: str, how: str) -> None:
     """Save twice as one of two ranks; the second time the second rank cannot write, or is killed as it does."""
-    store = distributed.FileStore(f"{folder}/store", 2)  # pyright: ignore[reportPrivateImportUsage]
+    store = distributed.FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=2, timeout=timedelta(seconds=20))
     io, path = FolderIO(), Path(folder, "last.ckpt")
     io.save_checkpoint({"state_dict": {"weight": torch.ones(4)}, "version": 1}, path)

@@ -21,7 +21,7 @@ from lit_grpo.scheduling.layouts import Pieces
 from lit_grpo.tools.simulation.known import KnownLengths
 from lit_grpo.tools.simulation.simulator import Engine, simulate
 from lit_grpo.tools.simulation.traces import Trace, noisy
-from lit_grpo.types import Prompt, SamplingParams
+from lit_grpo.types import Key, Prompt, SamplingParams
 
 LIMIT = 150
 PROMPT_TOKENS = [3, 20, 33]
@@ -33,7 +33,7 @@ def make_trace(seed: int) -> Trace:
     rng = np.random.default_rng(seed)
     groups = np.repeat(np.arange(len(PROMPT_TOKENS)), GROUP_SIZE)
     lengths = np.clip(rng.lognormal(3.2, 0.9, len(groups)), 1, LIMIT).astype(np.int64)
-    keys = [(str(group), 0, (number % GROUP_SIZE,)) for number, group in enumerate(groups.tolist())]
+    keys: list[Key] = [(str(group), 0, (number % GROUP_SIZE,)) for number, group in enumerate(groups.tolist())]
     return Trace("", keys, groups, np.array(PROMPT_TOKENS)[groups], lengths, np.full(len(groups), LIMIT))
 
 
@@ -95,7 +95,7 @@ def test_rows_that_have_ended_are_not_computed_in_the_rest_of_their_round(
         computed.append(len(tokens_B))
         return decode(decoder, tokens_B, *others)
 
-    lengths = {("0", 0, (sample,)): length for sample, length in enumerate([4, 1, 2, 1, 3])}
+    lengths: dict[Key, int] = {("0", 0, (sample,)): length for sample, length in enumerate([4, 1, 2, 1, 3])}
     policy: Any = random_policy()
     generator = ForcedGenerator(lengths, 3)
     generator.start(PolicySpec(policy, load_tokenizer(str(policy_folder))))

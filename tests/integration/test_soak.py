@@ -238,7 +238,7 @@ def _train(folder: Path, servers: Servers, faults: Faults, num_updates: int) -> 
         max_tokens_per_micro_batch=4096,
     )
     data = PromptDataModule(str(folder), train=rows, batch_size=4)
-    callbacks = [faults, RolloutScheduler(), WeightSync()]
+    callbacks: list[pl.Callback] = [faults, RolloutScheduler(), WeightSync()]
     trainer = quiet_trainer("cpu", callbacks, max_steps=num_updates, max_epochs=-1, default_root_dir=folder)
     trainer.fit(module, datamodule=data)
     return module

@@ -57,7 +57,7 @@ def test_the_policy_comes_nearer_to_another_model(policy_folder: Path, tmp_path:
     before = divergence(load_policy(str(policy_folder)))
     for dtype, top_k in (("float32", 0), ("bfloat16", 8)):
         settings: dict[str, Any] = {"max_steps": 12, "num_prompts": 24, "num_generations": 8, "optimizer": sgd(0.1)}
-        told = TeacherSettings(str(other_folder), dtype=dtype)  # pyright: ignore[reportArgumentType]
+        told = TeacherSettings(str(other_folder), dtype=dtype)
         plugins = [{"distill": {"top_k": top_k}}]
         module, _, _ = train_on_sums(
             policy_folder, tmp_path / dtype, Trained(), **(SIZES | settings), plugins=plugins, teacher=told

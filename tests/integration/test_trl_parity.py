@@ -19,7 +19,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from conftest import random_policy
-from hand_made import (  # pyright: ignore[reportMissingImports]
+from hand_made import (
     MAX_TOKENS,
     fit,
     flat,
@@ -88,7 +88,7 @@ def trl_step(folder: Path, groups: Sequence[RolloutGroup], output: Path, **setti
             "logprobs": [rollout.completion.logprobs_T.tolist() for rollout in rollouts],
         }
 
-    rows = [{"prompt": "1+1="} for _ in rollouts]
+    rows: list[Any] = [{"prompt": "1+1="} for _ in rollouts]
     config = GRPOConfig(
         output_dir=str(output),
         per_device_train_batch_size=len(rollouts),
@@ -104,7 +104,7 @@ def trl_step(folder: Path, groups: Sequence[RolloutGroup], output: Path, **setti
     )
     trainer = GRPOTrainer(
         model=str(folder),
-        reward_funcs=[lambda rewards=rewards, **_: rewards for rewards in values],  # pyright: ignore[reportArgumentType]
+        reward_funcs=[lambda rewards=rewards, **_: rewards for rewards in values],
         args=config,
         train_dataset=Dataset.from_list(rows),
         rollout_func=hand_over,

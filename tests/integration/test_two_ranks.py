@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import forks  # pyright: ignore[reportMissingImports]
+import forks
 import lightning.pytorch as pl
-import plugin_runs  # pyright: ignore[reportMissingImports]
+import plugin_runs
 import pytest
 import torch
-from conftest import random_policy, table_rows  # pyright: ignore[reportMissingImports]
-from hand_made import (  # pyright: ignore[reportMissingImports]
+from conftest import random_policy, table_rows
+from hand_made import (
     Batches,
     StepRecorder,
     assert_ranks_end_as_one,
@@ -540,7 +540,7 @@ def shared(
     plugin_runs.save_policies(policy_folder)
     output = tmp_path_factory.mktemp("two_ranks")
     items = [item for item in request.session.items if item.path == request.path]
-    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]  # pyright: ignore
+    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
     asked = [("ddp", name) for name in ALWAYS]
     asked += [(each.get("sharing", "ddp"), each["name"]) for each in parameters]
     (output / "rows.json").write_text(json.dumps(list(dict.fromkeys(asked))))

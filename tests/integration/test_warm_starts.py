@@ -108,7 +108,7 @@ def test_examples_alone_need_no_reward_and_validation_logs_their_loss(
     assert re.search(r"^step +2 examples, 6 updates$", card, re.M) and not re.search("completion|slot|Generator", card)
     assert len(losses) == 6 and losses[-1] < losses[0]
     own, number = 0.0, 0
-    for example in scheduler.session.plugins["sft"]._held_out:  # pyright: ignore[reportAttributeAccessIssue]
+    for example in scheduler.session.plugins["sft"]._held_out:  # pyrefly: ignore[missing-attribute]
         ids = torch.tensor([*example.prompt_ids, *example.answer_ids_T.tolist()])
         with torch.no_grad():
             logprobs_TV = module.policy.eval()(input_ids=ids[None]).logits[0].log_softmax(-1)

@@ -23,8 +23,8 @@ import psutil
 import pytest
 import torch
 from hand_made import SERVER_ARGUMENTS, full_logprobs, save_policy_for_vllm
-from test_ray import cluster  # noqa: F401  # pyright: ignore
-from test_serve import ARGUMENTS, free_port  # pyright: ignore
+from test_ray import cluster  # noqa: F401
+from test_serve import ARGUMENTS, free_port
 
 from benchmarks.report import Claim, Options, Row, write
 from benchmarks.rollouts import Stepped
@@ -168,7 +168,7 @@ class Observed:
 
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = note  # pyright: ignore
+            warnings.showwarning = note
             loop = RolloutLoop(self.generator, listeners=[Stepped(on_step)])
             groups, _ = loop.collect(PROMPTS, 8, SAMPLING, seed=0)
         rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -35,7 +35,7 @@ def generator() -> VLLMGenerator:
 
 
 def make_task(folder: Path, generator: VLLMGenerator, **options: Any) -> Any:
-    settings = {"optimizer": sgd(0.3), "sampling": SamplingParams(max_tokens=9)} | options
+    settings: dict[str, Any] = {"optimizer": sgd(0.3), "sampling": SamplingParams(max_tokens=9)} | options
     return make_module(folder, generator=generator, rewards=[by_text()], **settings)
 
 

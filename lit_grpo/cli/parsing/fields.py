@@ -27,7 +27,7 @@ class Field(ActionTypeHint):
     are dropped are named. Reward functions may be given by name, and a teacher by its policy.
     """
 
-    def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _check_type(self, value: Any, append: bool = False, cfg: Any = None, **options: Any) -> Any:  # pyrefly: ignore[bad-override]
         if self.dest == REWARDS:
             value = _spelled_out(value, append)
         value = self._as_group(value)

@@ -186,7 +186,8 @@ def _as_tokens(dialogue: Dialogue, reply: Reply) -> list[bytes]:
 def _as_chat(dialogue: Dialogue, reply: Reply) -> list[bytes]:
     """Write a reply as OpenAI does to a conversation: as one object, or as the events of a stream."""
     asked, message = reply.asked, _of_wire(reply.message)
-    given = {"logprobs": None, "finish_reason": "tool_calls" if "tool_calls" in message else reply.finish_reason}
+    reason = "tool_calls" if "tool_calls" in message else reply.finish_reason
+    given: dict[str, Any] = {"logprobs": None, "finish_reason": reason}
     if asked.get("logprobs"):
         decode = dialogue.chat.tokenizer.decode
         by_number = asked.get("return_tokens_as_token_ids")

@@ -48,7 +48,7 @@ class Lanes(Queue):
         self._jobs: list[Job] = []
         self._expected: list[float] = []  # tokens of each
         self._lanes: list[list[int]] = [[] for _ in range(num_slots)]  # numbers of jobs; the next one last
-        self._left = np.zeros(num_slots)  # tokens expected of what waits in a lane
+        self._left: np.ndarray = np.zeros(num_slots)  # tokens expected of what waits in a lane
         self._next_lane = 0  # that of the job peeked at
         self._idle = list(range(num_slots))[::-1]  # lanes whose slot is free; the next one last
         self._lane_of: dict[Key, int] = {}  # of jobs that were handed out

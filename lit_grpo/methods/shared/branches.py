@@ -54,7 +54,7 @@ class Branching(Plugin):
 
     def metrics(self, all_gather: AllGather) -> dict[str, float]:
         own = self._num_branches, self._num_members, self._num_saved
-        num_branches, num_members, num_saved = map(sum, zip(*all_gather(own), strict=True))
+        num_branches, num_members, num_saved = (sum(each) for each in zip(*all_gather(own), strict=True))
         return {
             "rollout/branched_share": num_branches / max(num_members, 1),
             "rollout/branched_tokens_saved": float(num_saved),

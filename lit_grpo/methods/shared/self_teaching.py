@@ -130,7 +130,7 @@ class SelfTeacher(TeacherPlugin):
         return None, has_misfit
 
     def on_update_end(self, batch: GroupBatch) -> Mapping[str, float]:
-        num_rollouts, taught, misfits = map(sum, zip(*batch.all_gather(self._counts), strict=True))
+        num_rollouts, taught, misfits = (sum(each) for each in zip(*batch.all_gather(self._counts), strict=True))
         shares = {"teacher/taught_share": taught, "teacher/misfit_share": misfits}
         own = {name: number / num_rollouts if num_rollouts else math.nan for name, number in shares.items()}
         return {**super().on_update_end(batch), **own}

@@ -48,7 +48,7 @@ class TeacherPlugin(Plugin):
 
     def on_update_end(self, batch: GroupBatch) -> Mapping[str, float]:
         """Return what the teacher said of the batch, as means over the tokens that it scored on all ranks."""
-        log_ratio, entropy, num_tokens = map(sum, zip(*batch.all_gather(self._sums), strict=True))
+        log_ratio, entropy, num_tokens = (sum(each) for each in zip(*batch.all_gather(self._sums), strict=True))
         number = num_tokens or math.nan
         return {
             "teacher/reverse_kl": -log_ratio / number,

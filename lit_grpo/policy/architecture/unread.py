@@ -197,7 +197,7 @@ def _places(model: PreTrainedModel) -> Callable[[str], bool]:
     # not its state_dict, which makes shards of whole weights, on this rank alone
     tensors = (*model.named_parameters(remove_duplicate=False), *persistent_buffers(model))
     own: dict[str, Any] = {checkpoint_name(name): tensor for name, tensor in tensors}
-    conversions = copy.deepcopy(getattr(model, "_weight_conversions", None) or [])
+    conversions: Any = copy.deepcopy(getattr(model, "_weight_conversions", None) or [])
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
 

@@ -126,13 +126,13 @@ class _Packed(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is linear and args[0].numel() >= _LEAST_ROWS * args[0].shape[-1]:
+        if func is linear and args[0].numel() >= _LEAST_ROWS * args[0].shape[-1]:
             hidden, weight, bias = args
             return torch.ops.mkldnn._linear_pointwise(hidden, weight.packed, bias, "none", [], "")
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs or {})
+            return func(*args, **kwargs or {})
 
 
 def check_packing(model: PreTrainedModel) -> None:

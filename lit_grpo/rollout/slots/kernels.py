@@ -5,7 +5,6 @@ those of an update as without them; for weights in bfloat16 they round less ofte
 place, so a CUDA graph of a step stays right. What they replace is written out in ``FusedDecoder.__call__``.
 """
 
-# pyright: basic, reportIndexIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

@@ -121,7 +121,7 @@ class VLLMGenerator(EngineGenerator):
         policy.save_skeleton(self._folder.path)
         model, tokenizer = str(self._folder.path), str(self._folder.path / TOKENIZER)
         own = self._own_arguments(policy)
-        arguments = {"model": model, "tokenizer": tokenizer, **own, **lora, **self.arguments}
+        arguments: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **own, **lora, **self.arguments}
         with (
             quiet_start(),
             _rank_told(policy.device),
@@ -141,7 +141,7 @@ class VLLMGenerator(EngineGenerator):
             _with_engine.add(self)
         else:
             _of_ranks.append(self._engine)
-        config = self._engine.vllm_config
+        config: Any = self._engine.vllm_config
         block = int(config.cache_config.block_size)
         kv_tokens = (int(config.cache_config.num_gpu_blocks) - 1) * block  # one block stands for none
         self._engine_room = Room(int(config.model_config.max_model_len), [kv_tokens], block)

@@ -330,7 +330,7 @@ class Fleet:
                 return
             if waited_s >= tell_s:
                 tell_s = 2 * waited_s + 5.0
-                urls = " and ".join(f"{each.client.url} (its log is {each.process.log})" for each in waited_for)  # pyright: ignore
+                urls = " and ".join(f"{each.client.url} (its log is {each.process.log})" for each in waited_for)  # pyrefly: ignore[missing-attribute]
                 warn(
                     f"No vLLM server is up. The run waits for {urls}, and goes on with the first that answers; "
                     f"{waited_s:.0f} s of at most {self.start_timeout_s:g} s have passed.",

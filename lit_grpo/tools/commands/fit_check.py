@@ -37,7 +37,7 @@ class FitCheckCLI(LikeFitCLI):
 
     def __init__(self, limit: int | None, **kwargs: Any) -> None:
         self._limit = limit
-        super().__init__(run_folder=None, **kwargs)  # pyright: ignore[reportArgumentType]  # nothing is written
+        super().__init__(run_folder=None, **kwargs)  # pyrefly: ignore[bad-argument-type]  # nothing is written
 
     def before_instantiate_classes(self) -> None:
         """Compute and show the estimate, and exit with 0 if it fits, else 1."""
@@ -88,11 +88,12 @@ def _show(sizes: Sizes, demand: Demand, taken: Forecast, limit: float) -> None:
         most = largest(sizes, demand, field, limit)
         at_most = f"at most {most:,}" if most < 2**20 else "over a million"
         console.print(f"With the rest as it is, {FIELD_NAMES[field]} can be {at_most}.", highlight=False)
-    for change, text in (
-        ({"checkpointing": True}, "gradient_checkpointing"),
-        ({"optimizer": "AdamW8bit"}, "AdamW8bit"),
-        ({"lora_rank": demand.lora_rank or LORA_RANK}, f"model.lora (r: {LORA_RANK})"),
-    ):
+    changes: dict[str, dict[str, Any]] = {
+        "gradient_checkpointing": {"checkpointing": True},
+        "AdamW8bit": {"optimizer": "AdamW8bit"},
+        f"model.lora (r: {LORA_RANK})": {"lora_rank": demand.lora_rank or LORA_RANK},
+    }
+    for text, change in changes.items():
         other = forecast(sizes, replace(demand, **change)).peak
         if other < 0.98 * taken.peak:
             console.print(f"With {text} the peak is {other / GIB:.3g} GiB.", highlight=False)

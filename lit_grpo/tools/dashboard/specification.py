@@ -105,6 +105,6 @@ def _section(row: Mapping[str, object]) -> Section:
     return Section(
         title=str(row["title"]),
         about=str(row["about"]),
-        panels=tuple(Panel(**{**panel, "metrics": tuple(panel["metrics"])}) for panel in panels),
+        panels=tuple(Panel(**(panel | {"metrics": tuple(panel["metrics"])})) for panel in panels),
         metrics=tuple(Metric(name, **fields) for name, fields in metrics.items()),
     )

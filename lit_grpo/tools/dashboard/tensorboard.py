@@ -30,7 +30,7 @@ def _group(title: str) -> str:
 def scalars(values: Mapping[str, float]) -> Any:
     from tensorboard.compat.proto import summary_pb2
 
-    summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]  # protobuf makes it at import
+    summary: Any = summary_pb2.Summary  # pyrefly: ignore[missing-attribute]  # protobuf makes it at import
     return summary(value=[summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 

@@ -96,7 +96,7 @@ class CheckUp(pl.Callback):
             Examined: Always.
         """
         assert isinstance(pl_module, GRPOModule)
-        data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+        data = trainer.datamodule  # pyrefly: ignore[missing-attribute]
         assert isinstance(data, PromptDataModule)
         patient = Patient(
             trainer=trainer,

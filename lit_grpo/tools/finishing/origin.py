@@ -135,13 +135,12 @@ def _of_gguf(file: Any) -> tuple[dict[str, str], str]:
 def _of_hub(name: str) -> tuple[dict[str, str], str]:
     """Return the license of a model by its card in the cache, or on the hub if the hub answers."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
 
     cached = try_to_load_from_cache(name, "README.md")
     try:
         if not isinstance(cached, str):
             with hub_or_cache(name):
                 cached = hf_hub_download(name, "README.md")
-    except (OSError, ValueError, HfHubHTTPError):  # no network, no such file, or an answer that is none
+    except (OSError, ValueError):  # no network, no such file, or an answer that is none
         return {}, ""
     return _license(_metadata(Path(cached))), "the base model's card on the hub"

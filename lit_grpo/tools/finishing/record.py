@@ -180,7 +180,7 @@ def settings(run: RunRecords) -> list[tuple[str, str]]:
 
 
 def data(run: RunRecords) -> list[tuple[str, str]]:
-    told = run.config.get("data") or {}
+    told: Mapping[str, object] = run.config.get("data") or {}
     names = {"train": "Training prompts", "validation": "Held-out prompts"}
     return [(name, _shown(told[place])) for place, name in names.items() if told.get(place)]
 
@@ -198,7 +198,7 @@ def rewards(run: RunRecords) -> list[tuple[str, str]]:
 
 def _at(config: Mapping[str, Any], place: str) -> Any:
     for part in place.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else None  # pyright: ignore[reportAssignmentType]
+        config = config.get(part) if isinstance(config, Mapping) else None  # pyrefly: ignore[bad-assignment]
     return config
 
 

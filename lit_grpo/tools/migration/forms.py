@@ -61,7 +61,7 @@ def typed_fields(given: Mapping[str, Any], table: Mapping[str, Counterpart]) -> 
         for name in given
         if name not in FREE
     }
-    form = TypedDict("Fields", forms, total=False)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    form = TypedDict("Fields", forms, total=False)  # pyrefly: ignore[invalid-argument, name-mismatch]
     checked = typed(dict(given), form, "A field", "correct it, or leave it out")
     return dict(given) | dict(checked)
 

@@ -113,7 +113,7 @@ def linear_logprobs(
         temperature: Divides the logits, as it did when the tokens were sampled.
         entropy_gradient: Whether the entropy carries a gradient.
     """
-    logprobs_N, entropy_N = _LinearLogprobs.apply(  # pyright: ignore[reportGeneralTypeIssues]
+    logprobs_N, entropy_N = _LinearLogprobs.apply(
         hidden_ND, head.weight_VD, head.bias_V, target_ids_N, head, temperature
     )
     return logprobs_N, entropy_N if entropy_gradient else entropy_N.detach()
@@ -147,7 +147,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, *grad_outputs: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, target_ids_N, kept_4N = ctx.saved_tensors

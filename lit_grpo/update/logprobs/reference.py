@@ -81,7 +81,7 @@ class Reference:
         self.device = device
         self._host = HostWeights(model, pinned=device.type == "cuda") if settings.offload else None
         if self._host is None:
-            model.to(device)  # pyright: ignore[reportArgumentType]
+            model.to(device)  # pyrefly: ignore[bad-argument-type]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return its parameters by name, wherever they are kept; they may be changed in place."""

@@ -69,7 +69,7 @@ class CarriedSpan:
         gradient = self._gradients.pop(name, None)
         if gradient is None:
             return tensor
-        return _AddGradient.apply(tensor, gradient * self.weight, place)  # pyright: ignore[reportReturnType]
+        return _AddGradient.apply(tensor, gradient * self.weight, place)
 
     def forget(self) -> None:
         """Give up all that is kept: no micro-batch of this pass needs it any more."""

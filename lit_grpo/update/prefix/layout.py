@@ -146,7 +146,7 @@ def piecewise_attention(
     Returns:
         Shape (1, heads, T, head size), laid out in memory as (1, T, heads, head size).
     """
-    return _PiecewiseAttention.apply(query, key, value, pieces, scaling, cap, sinks_H)  # pyright: ignore[reportReturnType]
+    return _PiecewiseAttention.apply(query, key, value, pieces, scaling, cap, sinks_H)
 
 
 class _PiecewiseAttention(torch.autograd.Function):

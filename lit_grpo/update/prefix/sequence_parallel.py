@@ -30,8 +30,8 @@ class SequenceParallel:
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
-        self._group: Any = None if size == 1 else distributed.new_subgroups(size)[0]
-        self.rank = 0 if size == 1 else distributed.get_rank(self._group)
+        group: Any = None if size == 1 else distributed.new_subgroups(size)[0]
+        self._group, self.rank = group, 0 if size == 1 else distributed.get_rank(group)
 
     @classmethod
     def of(cls, policy: Any, size: int, shares_prefix: bool) -> SequenceParallel:

@@ -7,7 +7,6 @@ inference*, 2023). What a program reads is told by tables in the device's memory
 So a CUDA graph of a whole step stays right while rows, lengths and places change.
 """
 
-# pyright: basic, reportIndexIssue=false, reportOptionalMemberAccess=false
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

@@ -87,7 +87,8 @@ class RunRecords:
 
     def settings(self, group: str) -> dict[str, Any]:
         """Return a group of the configuration, such as ``model``; empty if there is none."""
-        return self.config.get(group) or {}
+        found: Any = self.config.get(group)
+        return found or {}
 
 
 def read_folder(folder: Path, may_be_new: bool = False) -> RunRecords:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Required
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 MAX_SPANS = 30_000  # of all timelines that are shown
@@ -40,10 +40,10 @@ Short = Annotated[str, Field(max_length=MAX_NAME)]
 Slots = Annotated[int, Field(ge=0, le=2**16)]
 
 
+@with_config(_ALL)
 class SampleRow(TypedDict, total=False):
     """A row of samples.jsonl; the values of reward functions and of the data's columns are further keys."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     step: Required[Count]
     prompt_id: str | None
     prompt: str | None
@@ -54,10 +54,10 @@ class SampleRow(TypedDict, total=False):
     advantage: Number
 
 
+@with_config(_ALL)
 class Evaluated(TypedDict, total=False):
     """A row of evaluation/completions.jsonl."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     policy: Required[Short]
     prompt_id: Required[str]
     prompt: str | None
@@ -67,10 +67,10 @@ class Evaluated(TypedDict, total=False):
     reward: Number
 
 
+@with_config(_ALL)
 class Length(TypedDict, total=False):
     """A row of trace.jsonl."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     step: Required[Count]
     tokens: Count
     predicted: Annotated[
@@ -105,10 +105,10 @@ class TimelineRow(TypedDict):
 WholeTimeline = Annotated[TimelineRow, AfterValidator(_fits)]
 
 
+@with_config(_ALL)
 class Estimate(TypedDict, total=False):
     """The bytes that ``fit-check`` estimates, by phase and part, or why it estimates none."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     rollout: dict[str, Number]
     update: dict[str, Number]
     why: str
@@ -122,26 +122,26 @@ class Memory(TypedDict, total=False):
     forecast: Estimate | None
 
 
+@with_config(_ALL)
 class Reward(TypedDict, total=False):
     """A reward function of a config."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     function: str | None
     name: str | None
     weight: Annotated[float, Field(allow_inf_nan=False)]
 
 
+@with_config(_ALL)
 class Sampling(TypedDict, total=False):
     """Fields of ``model.sampling`` and ``model.eval_sampling`` in a config."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+@with_config(_ALL)
 class Model(TypedDict, total=False):
     """Fields of ``model`` in a config."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     policy: Annotated[str, Field(max_length=4096, pattern=r"^[^\x00]*$")] | None
     rewards: list[Reward | str] | None
     pass_reward: str | None
@@ -151,33 +151,33 @@ class Model(TypedDict, total=False):
     eval_num_generations: Annotated[int, Field(ge=1, le=2**53)]
 
 
+@with_config(_ALL)
 class Trainer(TypedDict, total=False):
     """Fields of ``trainer`` in a config."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     max_steps: int | None
 
 
+@with_config(_ALL)
 class RowSourceFields(TypedDict, total=False):
     """A source of rows in a config, or several by name."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     class_path: str
     init_args: dict[str, Any] | None
 
 
+@with_config(_ALL)
 class Data(TypedDict, total=False):
     """Fields of ``data`` in a config."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     train: str | RowSourceFields | list[Any] | None
     validation: str | RowSourceFields | list[Any] | None
 
 
+@with_config(_ALL)
 class Config(TypedDict, total=False):
     """A config.yaml, as far as a report or a card reads more of it than texts."""
 
-    __pydantic_config__ = _ALL  # pyright: ignore[reportGeneralTypeIssues]
     trainer: Trainer | None
     model: Model | None
     data: Data | None
