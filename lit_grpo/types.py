@@ -366,13 +366,16 @@ class StepEvents:
     requests that had to leave because memory was short, with their tokens as prefixes; they can be submitted again.
     ``message`` tells the user what went wrong, if anything. ``prefilled_tokens`` counts the prompt tokens that went
     through the policy, if the generator knows. ``observations`` are the hidden states at all points that anybody looks
-    at (:attr:`lit_grpo.plugins.Listener.observes`).
+    at (:attr:`lit_grpo.plugins.Listener.observes`). ``beyond`` has the requests that got other than a token a decode
+    step, with the tokens beyond that, which is below 0 for fewer; ``num_drafted`` are the tokens that were tried.
     """
 
     num_active: int = 0
     num_tokens: int = 0
     num_steps: int = 1
     prefilled_tokens: int = 0
+    num_drafted: int = 0
+    beyond: dict[Key, int] = field(default_factory=dict)
     finished: list[Completion] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)

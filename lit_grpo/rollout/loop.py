@@ -377,14 +377,17 @@ class RolloutStats:
 
     ``num_preempted`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
     it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts were
-    decoded again in it, and ``num_continued`` went on. ``bubble_ratio`` is one minus the share of slot steps in which a
-    slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans``
-    says which slot decoded which completion when, by the steps of ``clock``, and ``step_bound`` is the fewest steps
-    that these lengths allow in so many slots.
+    decoded again in it, and ``num_continued`` went on. ``num_drafted`` tokens were tried ahead, and ``num_accepted``
+    came beyond one a step. ``bubble_ratio`` is one minus the share of slot steps in which a slot was decoding.
+    ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans`` says which slot
+    decoded which completion when, by the steps of ``clock``, and ``step_bound`` is the fewest steps that these lengths
+    allow in so many slots.
     """
 
     num_steps: int = 0
     num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     num_preempted: int = 0
     num_parked: int = 0
     num_discarded: int = 0
@@ -418,6 +421,8 @@ class RolloutStats:
         elapsed_s, clock = ended_s - began_s, self.clock
         self.num_steps += events.num_steps
         self.num_tokens += events.num_tokens
+        self.num_drafted += events.num_drafted
+        self.num_accepted += sum(events.beyond.values())
         self.active_slot_steps += events.num_active * events.num_steps
         self.slot_steps += capacity.slots * events.num_steps
         self.active_slot_s += events.num_active * elapsed_s
@@ -439,15 +444,21 @@ class RolloutStats:
         """
         limit = self.clock.kv_limit
         budget = {} if limit is None else {"memory/kv_tokens_budget": Part(limit, "max")}
+        drafted = {
+            "rollout/drafted_tokens": Part(self.num_drafted),
+            "rollout/accepted_tokens": Part(self.num_accepted),
+            "rollout/tokens_per_step": Part(self.num_tokens, "mean", max(self.active_slot_steps, 1)),
+        }
         parts = {
             **budget,
+            **(drafted if self.num_drafted else {}),
             "rollout/steps": Part(self.num_steps, "max"),
             "rollout/tokens": Part(self.num_tokens),
             "rollout/bubble_ratio": Part(self.slot_steps - self.active_slot_steps, "mean", self.slot_steps),
             "rollout/set_asides": Part(self.num_preempted),
             "rollout/parked": Part(self.num_parked),
             "rollout/steps_over_bound": Part(self.num_steps, "mean", max(self.step_bound, 1)),
-            "rollout/slots_in_use": Part(self.num_tokens, "mean", max(self.num_steps, 1)),
+            "rollout/slots_in_use": Part(self.num_tokens - self.num_accepted, "mean", max(self.num_steps, 1)),
             "rollout/kv_tokens_peak": Part(self.kv_tokens_peak, "max"),
             "perf/bubble_ratio": Part(self.slot_s - self.active_slot_s, "mean", self.slot_s),
             "time/rollout_s": Part(self.rollout_s, "max"),

@@ -67,7 +67,7 @@ class RequestLedger:
 
     A request is admitted where the KV tokens that all decoding ones are expected to hold stay within ``kv_tokens`` at
     every moment to come: each grows by a token a step until it reaches its expected length, and prompts are held once a
-    group.
+    group. Where a step brings a request another number of tokens, its events say so.
 
     Attributes:
         groups: The unfinished requests of each group by their paths, in the order in which they were asked.
@@ -288,6 +288,10 @@ class RequestLedger:
         self.kv_tokens, self._totals = kv_tokens, None
         for request in events.preempted:
             self.preempt(request)
+        if events.beyond:
+            decoding = [*self.decoding]
+            self._table[1, : len(decoding)] += np.array([events.beyond.get(key, 0) for key in decoding])
+            self._fits = (None, 0)
         for each in events.observations:
             if each.num_tokens not in self._lengths.points:
                 continue

@@ -20,16 +20,17 @@ def _at(pointer: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.autocast("cpu", enabled=False)
 def attend_by_tables(tables: RowTables, layer: int, inputs: AttentionInputs, output: torch.Tensor) -> None:
-    """Attend as ``attend_rows`` does, row by row."""
+    """Attend as ``attend_rows`` does, row by row; in a step with drafts a row's queries in their order."""
     heads, size = inputs.key.shape[1], inputs.key.shape[3]
     num_pieces, *starts = tables.bounds[: int(tables.bounds[0]) + 2].tolist()
     pointers = tables.pointers[2 * layer : 2 * layer + 2].tolist()
     sizes = tables.sizes.tolist()
     output.zero_()
+    row_of = tables.rows.tolist() if tables.is_drafted else [*range(len(inputs.query))]
     for row, column in enumerate(tables.columns[: len(inputs.query)].tolist()):
         if column < 0:
             continue
-        prompt_tokens, *places = tables.segments[row, : 3 + 2 * num_pieces].tolist()
+        prompt_tokens, *places = tables.segments[row_of[row], : 3 + 2 * num_pieces].tolist()
         both = []
         for kind, new in zip(pointers, (inputs.key, inputs.value), strict=True):
             parts = []

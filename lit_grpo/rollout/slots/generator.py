@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel  # not for type checking alone: jsonargparse would parse this file 144 times
 
-from lit_grpo.limits import Completions, Number, check_value
+from lit_grpo.limits import Completions, Limit, Number, check_value
 from lit_grpo.memory import begin_read, in_one_copy, is_out_of_memory
 from lit_grpo.policy.architecture.decoder import compute_dtype, token_head
 from lit_grpo.policy.sharding import gather
@@ -37,8 +38,14 @@ from lit_grpo.scheduling.layouts import prompt_room
 from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.types import EMPTY, Completion, GroupKey, Key, Prompt, Request, SamplingParams
 
+if TYPE_CHECKING:
+    from lit_grpo.rollout.slots.drafts import Draft, Drafter
+
 KEPT_SHARE = 1 / 4
 AHEAD_TOKENS = 512  # of prompts that are prefilled before they are needed
+MOST_QUERIES = 256
+"""Last tokens and drafted ones that go through the policy in a step, where slots are fewer: logits take memory."""
+Drafts = Annotated[int, Limit(ge=1, le=32)] | Literal["auto", "off"]
 
 
 class SlotGenerator(Versioned):
@@ -67,12 +74,21 @@ class SlotGenerator(Versioned):
             too long for it, fewer slots are used, and completions are preempted and resumed later.
         packed_weights: On a CPU, decode float32 weights from copies in oneDNN's layout: products of a few rows take two
             thirds of the time. The copies take the memory of the weights once more while the policy decodes.
+        drafts: How many tokens a completion tries ahead in a step, at most. They are tokens that have followed its last
+            ones before, in its own text and in other completions of its prompt. The samples stay the same, in fewer
+            steps, each of which computes more positions. Not where a model's layers have states, and only while memory
+            is no concern.
     """
 
     abilities: frozenset[str] = frozenset({"entropies", "hidden_states"})
 
     def __init__(
-        self, num_slots: int = 64, prefill_tokens: int = 8192, kv_memory: str = "auto", packed_weights: bool = False
+        self,
+        num_slots: int = 64,
+        prefill_tokens: int = 8192,
+        kv_memory: str = "auto",
+        packed_weights: bool = False,
+        drafts: Drafts = "auto",
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
@@ -80,7 +96,9 @@ class SlotGenerator(Versioned):
         check_value("prefill_tokens", prefill_tokens, Number)
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}.")
+        check_value("drafts", drafts, Drafts)
         self.num_slots = num_slots
+        self.drafts: Drafts = drafts
         self.prefill_tokens = prefill_tokens
         self.kv_memory = MemoryAmount(kv_memory)
         self.packed_weights = packed_weights
@@ -93,6 +111,7 @@ class SlotGenerator(Versioned):
         self._sampling = SamplingParams()
         self._graphs: GraphedDecoder | None = None
         self._tables: RowTables | None = None
+        self._drafter: Drafter | None = None
         self._expected: dict[GroupKey, Prompt] = {}  # prompts that requests will come for
         self._released: set[GroupKey] = set()  # prompts in flight that no more requests will come for
         self._clear()
@@ -112,8 +131,15 @@ class SlotGenerator(Versioned):
         self._shape, self._fused = check_slot_support(model)
         self._graphs, self._tables = None, None
         attention = row_attention(self._shape)
+        most_queries = self.num_slots
+        if self.drafts not in ("auto", "off") and self._shape.states is None:  # states know no way back
+            from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
+
+            self._drafter = SuffixDrafter(self.drafts)
+            most_queries = max(most_queries, min(most_queries * (1 + self._drafter.most_tokens), MOST_QUERIES))
+        self._most_queries = most_queries
         if self._fused is not None and attention is not None:
-            self._tables = RowTables(self._shape, self.num_slots, attention)
+            self._tables = RowTables(self._shape, most_queries, attention)
             self._graphs = GraphedDecoder(self._fused, self._tables, model.parameters)
         self._policy, self._tokenizer, self._text_of = model, policy.tokenizer, policy.text_of
         self._device, self._dtype, self._head = model.device, self._shape.dtype, token_head(model)
@@ -171,6 +197,7 @@ class SlotGenerator(Versioned):
     def _clear(self) -> None:
         self._incoming: list[Request] = []
         self._launched: SampledStep | None = None  # a step of all rows, whose tokens have not been read
+        self._taken: SampledStep | None = None  # with a drafter, the step that brought the last tokens
         self._rows, self._cache = TokenRows(self.num_slots, 0), SlotCache(self._shape, 0, self.num_slots)
         self._kept = KeptCompletions()
 
@@ -257,12 +284,13 @@ class SlotGenerator(Versioned):
         if self._rows.requests[row].group not in self._released and (self.keeps_ended or not ended):
             hidden_D = None if launched is None else launched.hidden_of(row)
             self._kept.store(row, self._rows, self._cache, self._room_to_keep(), ended, hidden_D)
+        if self._drafter is not None:
+            self._drafter.left(self._rows, row, ended)
+            self._taken = None if self._taken is None else self._taken.remove(row)
         self._cache.remove(row)
         self._rows.remove(row)
         if launched is not None:
-            launched.places[row] = launched.places[-1]
-            del launched.places[-1]
-            self._launched = launched if launched.places else None
+            self._launched = launched.remove(row)
 
     def _room_to_keep(self, entering: int = 0) -> int:
         """KV tokens of completions without a row that may be kept, where requests with so many tokens enter.
@@ -280,6 +308,8 @@ class SlotGenerator(Versioned):
         """Drop the prompts that were released, once nothing in flight needs them."""
         in_flight = {request.group for request in (*self._rows.requests, *self._incoming)}
         unneeded = [group for group in self._cache.prompts if group in self._released and group not in in_flight]
+        if self._drafter is not None:
+            self._drafter.release(self._released - in_flight)
         self._released &= in_flight
         if unneeded and self._mode is not None:
             with self._mode.without_gradients():
@@ -292,7 +322,7 @@ class SlotGenerator(Versioned):
         """Give every slot its next token: decode those in flight, admit the incoming, sample, finish.
 
         Where it runs ahead, the step of those in flight has been launched by the call before, and the next one is
-        launched here before any token is read.
+        launched here before any token is read. With drafts a step that is to try some is launched once all is read.
 
         Where memory runs out within it, all requests are handed back, and less is taken from then on.
         """
@@ -316,14 +346,17 @@ class SlotGenerator(Versioned):
                     self._rows.admit(self._incoming, self.version)
                     self._incoming, is_prefilling = [], False
                 if step is None:
-                    step = self._decode(entering)
+                    draft = None
+                    if self._drafter is not None and is_roomy:
+                        draft = self._draft(len(self._rows.requests) - len(entering))
+                    step = self._decode(entering, None, draft)
                 elif entering:
                     first = len(step.places)
                     uniform_B = in_one_copy(self._rows.inputs(0, first), self._device)["uniform"]
                     step.join(self._sample(torch.stack(entering), uniform_B, first))
                 if entering:
                     self._cache.admit([request.group for request in self._rows.requests[self._cache.num_rows :]])
-                if self.runs_ahead and self._may_run_ahead(is_roomy):
+                if self.runs_ahead and self._may_run_ahead(is_roomy, step):
                     self._launched = self._decode([], step)
                 if step.ready is not None:
                     step.ready.synchronize()
@@ -332,11 +365,13 @@ class SlotGenerator(Versioned):
                 tokens_B, observations = self._rows.take(step, self.feature_points)
                 events.num_active = events.num_tokens = len(tokens_B)
                 events.observations += observations
-                self._finish(tokens_B, events)
+                self._finish(step, tokens_B, events)
         except BaseException as error:
             kv_tokens, rows = self._kept.num_tokens + self._cache.allocated_tokens, self._rows
             stopped = [request.after(rows.trajectory(row)) for row, request in enumerate(rows.requests)]
-            events.finished, events.preempted = [], [*stopped, *self._incoming]
+            events.finished, events.beyond, events.preempted = [], {}, [*stopped, *self._incoming]
+            for row in range(len(rows.requests)) if self._drafter is not None else ():
+                self._drafter.left(rows, row, ended=False)
             self._clear()
             self._expected.clear()
             if not is_out_of_memory(error) or events.num_active or len(events.preempted) < 2:
@@ -373,6 +408,8 @@ class SlotGenerator(Versioned):
         for group, prompt in prompts.items():
             entering += 0 if group in cache.prompts else shape.pieces.prompt(len(prompt.token_ids))
         columns_B = self._rows.counts[: len(self._rows.requests)] - (self._launched is None)
+        if self._drafter is not None:
+            cache.roll_back(columns_B)
         is_tight = in_use + cache.growth(columns_B) + entering > budget.tokens
         cache.most_entries = 0 if is_tight else self.num_slots
         if is_tight:
@@ -383,15 +420,20 @@ class SlotGenerator(Versioned):
             cache.tighten()
         return False
 
-    def _may_run_ahead(self, is_roomy: bool) -> bool:
-        """Return whether a step may be launched before the tokens of the last one are read.
+    def _may_run_ahead(self, is_roomy: bool, step: SampledStep) -> bool:
+        """Return whether a step may be launched before the tokens of the last one, ``step``, are read.
 
         It may if some row is not at its limit with the token in flight, and if its keys and values fit. The loop
-        makes room for as many tokens of each row as there are with that token, so memory seldom says no.
+        makes room for as many tokens of each row as there are with that token, so memory seldom says no. With drafts,
+        neither step may have any.
         """
         rows, budget = self._rows, self.budget
         num_rows = len(rows.requests)
         assert budget is not None
+        if self._drafter is not None and (
+            step.draft is not None or (is_roomy and self._most_drafted(num_rows, num_ahead=1).any())
+        ):
+            return False
         if (rows.sampled[:num_rows] + 1 >= self._sampling.max_tokens).all():
             return False
         in_use = self._kept.num_tokens + self._cache.allocated_tokens
@@ -464,21 +506,55 @@ class SlotGenerator(Versioned):
             self._incoming = [request for request in self._incoming if request.key not in entered]
         return entering
 
-    def _decode(self, entering: Sequence[torch.Tensor], before: SampledStep | None = None) -> SampledStep:
+    def _most_drafted(self, num_decoded: int, num_ahead: int = 0) -> np.ndarray:
+        """Return how many tokens each decoded row may try in the next step, with ``num_ahead`` tokens in flight.
+
+        As many as the drafter takes for worth it, within the row's limit, and up to the next point at which the row is
+        observed: the token after it is sampled in a step without drafts, by itself.
+        """
+        rows, drafter = self._rows, self._drafter
+        assert drafter is not None
+        sampled_B = rows.sampled[:num_decoded] + num_ahead
+        stops = np.array([*sorted(self.feature_points), self._sampling.max_tokens])
+        most_B = stops[np.searchsorted(stops[:-1], sampled_B)] - sampled_B - 1
+        room = self._most_queries - num_decoded
+        most_B = np.clip(drafter.most(rows, num_decoded, room), 0, np.maximum(most_B, 0))
+        return np.minimum(most_B, np.maximum(room - np.cumsum(most_B) + most_B, 0))
+
+    def _draft(self, num_decoded: int) -> Draft | None:
+        """Return what the first ``num_decoded`` rows try in the next step, if anything."""
+        from lit_grpo.rollout.slots.drafts import Draft
+
+        assert self._drafter is not None
+        most_B = self._most_drafted(num_decoded)
+        if not most_B.any():
+            return None
+        taken = self._taken
+        hidden_BD = None if taken is None else taken.hidden_BD[taken.places]
+        proposals = self._drafter.draft(self._rows, most_B, hidden_BD)
+        return Draft.of(proposals, most_B, self.policy.get_input_embeddings().num_embeddings)
+
+    def _decode(
+        self, entering: Sequence[torch.Tensor], before: SampledStep | None = None, draft: Draft | None = None
+    ) -> SampledStep:
         """Launch a step of all rows; the device may not have begun with it on return.
 
         Args:
             entering: Hidden states that the tokens of the last rows come from. All others are decoded from their last
                 tokens.
             before: The step that samples the last tokens, where the host has not read them.
+            draft: What rows try after their last tokens.
         """
         rows, cache, num_ahead = self._rows, self._cache, int(before is not None)
         num_decoded = len(rows.requests) - len(entering)
-        arrays, hidden = rows.inputs(num_decoded, num_ahead=num_ahead), []
+        arrays, hidden = rows.inputs(num_decoded, num_ahead=num_ahead, draft=draft), []
         if before is not None and before.places != [*range(before.bits_3B.shape[1])]:
             arrays["places"] = np.array(before.places)
         if num_decoded:
-            inputs = cache.prepare(rows.counts[:num_decoded] - 1 + num_ahead, arrays)
+            if draft is None:
+                inputs = cache.prepare(rows.counts[:num_decoded] - 1 + num_ahead, arrays)
+            else:
+                inputs = cache.prepare(rows.counts[draft.rows_N] - 1 + draft.ahead_N, arrays, draft.rows_N)
             longest = int(arrays["positions"].max())
             tokens_B = inputs["tokens"] if before is None else before.bits_3B[0].view(torch.int32).long()
             if "places" in inputs:
@@ -494,10 +570,15 @@ class SlotGenerator(Versioned):
             inputs = in_one_copy(arrays, self._device)
         if entering:
             hidden.append(torch.stack([*entering]))
-        return self._sample(torch.cat(hidden), inputs["uniform"], num_ahead=num_ahead)
+        return self._sample(torch.cat(hidden), inputs["uniform"], num_ahead=num_ahead, draft=draft)
 
     def _sample(
-        self, hidden_BD: torch.Tensor, uniform_B: torch.Tensor, first: int = 0, num_ahead: int = 0
+        self,
+        hidden_BD: torch.Tensor,
+        uniform_B: torch.Tensor,
+        first: int = 0,
+        num_ahead: int = 0,
+        draft: Draft | None = None,
     ) -> SampledStep:
         """Sample a token of each row from the ``first`` on; all that the host is to know of them is sent to it.
 
@@ -505,21 +586,34 @@ class SlotGenerator(Versioned):
         """
         tokens_B, *others = sample_tokens(self._head(hidden_BD), self._sampling, uniform_B)
         bits_3B = torch.stack([tokens_B.int().view(torch.float32), *others])
-        step = SampledStep(bits_3B, hidden_BD, [self._to_host(bits_3B)], [*range(len(hidden_BD))])
-        sampled_B = self._rows.sampled[first : first + len(hidden_BD)] + num_ahead
+        step = SampledStep(bits_3B, hidden_BD, [self._to_host(bits_3B)], [*range(len(hidden_BD))], draft=draft)
+        if draft is not None:
+            del step.places[len(draft.tokens_BK) : len(draft.rows_N)]
+        sampled_B = self._rows.sampled[first : first + len(step.places)] + num_ahead
         if shown := np.flatnonzero((sampled_B > 0) & np.isin(sampled_B, self.feature_points)).tolist():
             states_BD = self._to_host(hidden_BD.float())
-            step.shown = {place: states_BD[place] for place in shown}
+            step.shown = {step.places[row]: states_BD[step.places[row]] for row in shown}
         if self._device.type == "cuda":
             step.ready = torch.cuda.current_stream(self._device).record_event()
         return step
 
-    def _finish(self, tokens_B: np.ndarray, events: StepEvents) -> None:
-        """End the completions that their new token has ended, or that are at their limit, and free their rows."""
+    def _finish(self, step: SampledStep, tokens_B: np.ndarray, events: StepEvents) -> None:
+        """Give rows what they tried and got right; free those that a token has ended, or that are at their limit."""
         rows, sampling = self._rows, self._sampling
-        stopped_B = (tokens_B[:, None] == self._eos_ids).any(-1)
-        if sampling.stop:
-            stopped_B |= rows.with_stop_string(sampling.stop, self._tokenizer)
+        stopped_B, accepted_B = np.zeros(len(tokens_B), dtype=bool), np.zeros(len(tokens_B), dtype=np.int64)
+        with_new_token: Iterable[np.ndarray] = [np.arange(len(tokens_B))]
+        if step.draft is not None:
+            with_new_token = rows.take_drafted(step, tokens_B, stopped_B, accepted_B)
+        for rows_N in with_new_token:
+            stopped_B[rows_N] = (tokens_B[rows_N, None] == self._eos_ids).any(-1)
+            if sampling.stop:
+                stopped_B[rows_N] |= rows.with_stop_string(rows_N, sampling.stop, self._tokenizer)
+        if self._drafter is not None:
+            self._drafter.took(rows, step, accepted_B)
+            self._taken = step
+            events.num_drafted = 0 if step.draft is None else step.draft.num_tokens
+            events.num_tokens += int(accepted_B.sum())
+            events.beyond = {rows.requests[row].key: int(accepted_B[row]) for row in np.flatnonzero(accepted_B)}
         ended = np.flatnonzero(stopped_B | (rows.sampled[: len(tokens_B)] >= sampling.max_tokens)).tolist()
         for row in ended:
             reason = "stop" if stopped_B[row] else "length"

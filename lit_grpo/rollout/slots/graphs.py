@@ -2,7 +2,8 @@
 
 A small model's step on a GPU takes as long as its kernels take to be launched, one by one. Attention reads tables of
 what lies where (:mod:`lit_grpo.rollout.slots.kv.tables`), so a recording stays right while completions grow, come and
-go. There is one recording for each of some numbers of rows, and a step takes the smallest that has room for its rows.
+go. There is one recording for each of some numbers of rows, and a step takes the smallest that has room for its rows;
+steps with drafts, whose keys are written before any row attends, have their own.
 Sampling is not recorded: it is few operations, and a recording would keep their memory, which is that of the whole
 vocabulary, throughout the update.
 """
@@ -108,11 +109,12 @@ class GraphedDecoder:
             self._forget()
             self._made_with = made_with
         size = self._sizes[bisect_left(self._sizes, rows)]
-        if size not in self._recordings:
+        kind_of_step = size, self._tables.is_drafted
+        if kind_of_step not in self._recordings:
             lowered, lowers = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
             with torch.autocast(kind, lowered, lowers, cache_enabled=False):  # a replay would find cached weights gone
-                self._recordings[size] = self._record(lambda: self._step(size, longest))
-        self._recordings[size]()
+                self._recordings[kind_of_step] = self._record(lambda: self._step(size, longest))
+        self._recordings[kind_of_step]()
         return self._hidden[:rows].clone()
 
     def refresh(self) -> None:
@@ -123,7 +125,7 @@ class GraphedDecoder:
             self._weight_places = places
 
     def _forget(self) -> None:
-        self._recordings: dict[int, RecordedStep] = {}
+        self._recordings: dict[tuple[int, bool], RecordedStep] = {}
         self._record = self._make_recorder()
 
     def _step(self, size: int, longest: int) -> None:

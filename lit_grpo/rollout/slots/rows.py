@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +16,12 @@ from lit_grpo.types import Request, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lit_grpo.rollout.slots.drafts import Draft
+
 
 @dataclass(eq=False)
 class SampledStep:
-    """A token of each row, which the device samples and sends to the host.
+    """A token of each row, and one after each token that rows try, which the device samples and sends to the host.
 
     Attributes:
         bits_3B: On the device, float32, shape (3, places): tokens as the bits of int32, log-probs, and entropies.
@@ -28,6 +30,7 @@ class SampledStep:
         places: The place of each row, which may have moved since.
         shown: By place, the hidden states on the host of rows that are observed.
         ready: Event after which all of it has arrived; None where that is so.
+        draft: Tokens that rows try.
     """
 
     bits_3B: torch.Tensor
@@ -36,9 +39,16 @@ class SampledStep:
     places: list[int]
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     ready: Any = None
+    draft: Draft | None = None
 
     def hidden_of(self, row: int) -> torch.Tensor:
         return self.hidden_BD[self.places[row]]
+
+    def remove(self, row: int) -> SampledStep | None:
+        """Forget a row, whose place in the order the last one takes; return None where no row is left."""
+        self.places[row] = self.places[-1]
+        del self.places[-1]
+        return self if self.places else None
 
     def join(self, later: SampledStep) -> None:
         """Take in tokens of the same step that rows after all others get."""
@@ -92,13 +102,26 @@ class TokenRows:
             self._prompt_lengths[row] = len(request.prompt.token_ids)
         self.requests += requests
 
-    def inputs(self, num_decoded: int, first: int = 0, num_ahead: int = 0) -> dict[str, np.ndarray]:
+    def inputs(
+        self, num_decoded: int, first: int = 0, num_ahead: int = 0, draft: Draft | None = None
+    ) -> dict[str, np.ndarray]:
         """Return what a step needs: of each row from ``first`` on the random number of its next token, ``uniform``.
 
         Of the first ``num_decoded`` rows also the ``positions`` of their last tokens in their sequences, prompts
         included, and these ``tokens``. With ``num_ahead`` tokens of each in flight the last ones are not known here.
+        With a ``draft`` all this is by query, and rows that are not decoded follow.
         """
         rows = len(self.requests)
+        if draft is not None:
+            rows_N, ahead_N, entering = draft.rows_N, draft.ahead_N, self._index[num_decoded:rows]
+            counts_N = np.append(self.counts[rows_N] + ahead_N, self.counts[entering])
+            positions_N = self._prompt_lengths[rows_N] + self.counts[rows_N] - 1 + ahead_N
+            last_B = self._tokens[self._index[:num_decoded], self.counts[:num_decoded] - 1]
+            return {
+                "uniform": self._uniform[np.append(rows_N, entering), counts_N],
+                "positions": positions_N,
+                "tokens": np.append(last_B, draft.tokens_BK[draft.tokens_BK >= 0]),
+            }
         columns = np.minimum(self.counts[first:rows] + num_ahead, self.room - 1)  # of a row at its limit any will do
         arrays: dict[str, np.ndarray] = {"uniform": self._uniform[self._index[first:rows], columns]}
         if num_decoded:
@@ -147,18 +170,52 @@ class TokenRows:
         self.sampled[:rows] += 1
         return tokens_B, observations
 
+    def take_drafted(
+        self, step: SampledStep, last_B: np.ndarray, stopped_B: np.ndarray, accepted_B: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Give rows the tokens sampled after drafted ones, as long as these are those that were sampled before them.
+
+        Args:
+            step: Whose first tokens the rows have taken. It comes to know the places of the last ones.
+            last_B: These tokens, which become the last ones.
+            stopped_B: Which rows their last token has ended, to be known by the next time.
+            accepted_B: Counts the tokens that each row gets.
+
+        Yields:
+            All rows, then those that have got a token more.
+        """
+        draft, (bits_N, logprobs_N, entropies_N) = step.draft, torch.cat(step.arriving, 1).numpy()
+        assert draft is not None
+        tokens_N, going_on = bits_N.view(np.int32), np.arange(len(draft.tokens_BK))  # others enter in this step
+        yield self._index[: len(last_B)]
+        for ahead, tried_B in enumerate(draft.tokens_BK.T):
+            going_on = going_on[~stopped_B[going_on] & (tried_B[going_on] == last_B[going_on])]
+            if not len(going_on):
+                break
+            places, index = draft.first_B[going_on] + ahead, (going_on, self.counts[going_on])
+            self._tokens[index] = last_B[going_on] = tokens_N[places]
+            self._logprobs[index] = logprobs_N[places]
+            self._entropy_sums[going_on] += entropies_N[places]
+            for counts_B in (self.counts, self.sampled, accepted_B):
+                counts_B[going_on] += 1
+            for row, place in zip(going_on.tolist(), places.tolist(), strict=True):
+                step.places[row] = place
+            yield going_on
+
     def token_ids(self, row: int) -> np.ndarray:
         """The tokens of a row so far, no copy."""
         return self._tokens[row, : self.counts[row]]
 
-    def with_stop_string(self, stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-        """Return whether the last token of each row has completed one of ``stop``, shape (rows,).
+    def with_stop_string(
+        self, rows: Iterable[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    ) -> np.ndarray:
+        """Return whether the last token of each of these rows has completed one of ``stop``, shape (rows,).
 
         Only as many tokens are decoded as it can take. One that a prefix holds already, in observed tokens, ends
         nothing.
         """
         longest = max(len(text.encode()) for text in stop)  # a token may hold as little as one byte of a character
-        tails = [self.token_ids(row)[-longest - 1 :].tolist() for row in range(len(self.requests))]
+        tails = [self.token_ids(row)[-longest - 1 :].tolist() for row in rows]
         pairs = zip(tokenizer.batch_decode(tails), tokenizer.batch_decode([tail[:-1] for tail in tails]), strict=True)
         return np.array([any(now.count(s) > before.count(s) for s in stop) for now, before in pairs])
 

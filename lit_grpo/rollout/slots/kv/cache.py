@@ -94,6 +94,7 @@ class SlotCache:
         self._prompt_of: list[CachedPrompt] = []  # by row
         self._prompt_shelves: dict[int, Shelf] = {}  # by room
         self._read: list[Shelf] | None = None  # by a step; None where that has to be laid out again
+        self._is_drafted = False  # the last step, so the next one brings other than a token more of each row
         self._masks: dict[Sight, torch.Tensor] = {}
 
     # ---- prompts ----------------------------------------------------------------------------------
@@ -213,6 +214,19 @@ class SlotCache:
         if not last:
             self.tighten()
 
+    def roll_back(self, columns_B: np.ndarray) -> None:
+        """Free pieces that hold nothing but tokens which were tried and wrong.
+
+        Args:
+            columns_B: Where the next token of each row stands in its completion.
+        """
+        opened_BP = self._entries[: len(columns_B)] >= 0
+        for row, piece in np.argwhere(opened_BP & (self._starts > columns_B[:, None])).tolist():
+            entry_of = self._entries[:, piece]
+            entry = int(entry_of[row])
+            entry_of[entry_of == self._pieces[piece].remove(entry)] = entry
+            entry_of[row], self._read = -1, None
+
     # ---- memory -----------------------------------------------------------------------------------
 
     @property
@@ -254,31 +268,43 @@ class SlotCache:
     # ---- a step -----------------------------------------------------------------------------------
 
     def prepare(
-        self, columns_B: np.ndarray, others: Mapping[str, np.ndarray] = MappingProxyType({})
+        self,
+        columns_B: np.ndarray,
+        others: Mapping[str, np.ndarray] = MappingProxyType({}),
+        rows_B: np.ndarray | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Make room for one new token a row.
+        """Make room for one new token a row, or for those of ``rows_B``, which may name a row several times.
 
         Args:
-            columns_B: Where the token of each row stands in its completion: after the one of the last step.
+            columns_B: Where each token stands in its completion: after the one of the last step, unless that was wrong,
+                which is written over. A token attends to none after its own column.
             others: What else the step needs on the device, where it goes in the same copy.
+            rows_B: The row of each token; by default each row has one.
 
         Returns:
             The others there.
         """
+        is_drafted = rows_B is not None
+        if rows_B is None:
+            rows_B = np.arange(len(columns_B))
         pieces_B = np.searchsorted(self._ends, columns_B, "right")
-        entering_B = self._entries[np.arange(len(columns_B)), pieces_B] < 0
+        entering_B = self._entries[rows_B, pieces_B] < 0
         if entering_B.any():
             for piece in np.unique(pieces_B[entering_B]).tolist():
-                rows = np.flatnonzero(entering_B & (pieces_B == piece))
+                rows = np.unique(rows_B[entering_B & (pieces_B == piece)])
                 self._entries[rows, piece] = self._pieces[piece].add(len(rows), self.most_entries)
             self._read = None
         if self.tables is not None:
-            there = in_one_copy({**others, "columns": columns_B, **self._tabulate()}, self.shape.device)
+            arrays = {**others, "columns": columns_B, **self._tabulate()}
+            if is_drafted:
+                arrays["rows"] = rows_B
+            there = in_one_copy(arrays, self.shape.device)
             self.tables.take(there, len(columns_B))
             return there
         longest = int(columns_B.max()) + 1
-        if self._read is None or longest > len(self._completion_L):
-            return self._lay_out(columns_B, longest, others)
+        if self._read is None or is_drafted or self._is_drafted or longest > len(self._completion_L):
+            self._is_drafted = is_drafted
+            return self._lay_out(columns_B, longest, others, rows_B)
         self._moving += 1
         for sight in [*self._masks]:
             if sight == ALL:  # each token attends to one column more
@@ -306,7 +332,7 @@ class SlotCache:
         )
 
     def _lay_out(
-        self, columns_B: np.ndarray, longest: int, others: Mapping[str, np.ndarray]
+        self, columns_B: np.ndarray, longest: int, others: Mapping[str, np.ndarray], rows_B: np.ndarray
     ) -> dict[str, torch.Tensor]:
         """Lay out who reads what, after rows or prompts have come, gone or moved.
 
@@ -316,6 +342,7 @@ class SlotCache:
             columns_B: As in ``prepare``.
             longest: The tokens of the longest completion, the new ones included; little more is read of any.
             others: As in ``prepare``.
+            rows_B: As in ``prepare``.
         """
         for shelf in self._pieces:
             shelf.trim(self._slack)
@@ -326,10 +353,10 @@ class SlotCache:
         for piece, (start, shelf) in enumerate(zip(self._starts.tolist(), self._pieces, strict=True)):
             its_width = min(shelf.num_tokens, width - start)
             if shelf.num_entries and its_width > 0:
-                shelf.aim(self._entries[: self.num_rows, piece], its_width, columns_B - start)
+                shelf.aim(self._entries[rows_B, piece], its_width, columns_B - start)
                 self._read.append(shelf)
         width = min(width, self.max_tokens)
-        rooms, entries, lengths = np.array([(own.room, own.entry, own.num_tokens) for own in self._prompt_of]).T
+        rooms, entries, lengths = np.array([(own.room, own.entry, own.num_tokens) for own in self._prompt_of])[rows_B].T
         prompt_columns, valid = [], []
         for room, shelf in self._prompt_shelves.items():
             if (member_B := rooms == room).any():

@@ -5,6 +5,9 @@ one row's tokens for the queries that share one KV head, segment by segment, and
 kernel puts the parts of a row together (flash decoding, as in T. Dao et al., *Flash-Decoding for long-context
 inference*, 2023). What a program reads is told by tables in the device's memory, and by nothing that a launch is given.
 So a CUDA graph of a whole step stays right while rows, lengths and places change.
+
+In a step with drafts a row has several queries, each of which attends to the ones before it. So a kernel of its own
+puts the keys and values of all of them in place first.
 """
 
 from __future__ import annotations
@@ -26,19 +29,58 @@ _NO_LIMIT = 2**30
 _LEAST_QUERIES = 16  # of a product
 
 
+@triton.jit
+def _put(
+    key, key_d, value_d, head, column, column_d, own_segments, bounds, sizes, keys, values,
+    HEADS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    piece = 0
+    while tl.load(bounds + piece + 2) <= column:
+        piece += 1
+    shelf = tl.load(own_segments + 3 + 2 * piece)
+    entry = tl.load(own_segments + 4 + 2 * piece).to(tl.int64)
+    room = tl.load(sizes + shelf)
+    place = ((entry * HEADS + head) * room + column - tl.load(bounds + piece + 1)) * SIZE
+    tl.store(tl.load(keys + shelf).to(key.dtype) + place + column_d, key_d)
+    tl.store(tl.load(values + shelf).to(key.dtype) + place + column_d, value_d)
+
+
+@triton.jit(do_not_specialize=["keys_row", "values_row", "segment_row"])
+def _write(
+    key, value, columns, rows, segments, bounds, sizes, pointers, keys_row, values_row, key_row, value_row, segment_row,
+    HEADS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    query, head, column_d = tl.program_id(0), tl.program_id(1), tl.arange(0, SIZE)
+    column = tl.load(columns + query).to(tl.int32)
+    if column >= 0:
+        key_d = tl.load(key + query * key_row + head * SIZE + column_d)
+        value_d = tl.load(value + query * value_row + head * SIZE + column_d)
+        own_segments = segments + tl.load(rows + query) * segment_row
+        _put(
+            key, key_d, value_d, head, column, column_d, own_segments, bounds, sizes, pointers + keys_row,
+            pointers + values_row, HEADS, SIZE,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["keys_row", "values_row", "segment_row"])  # or some values compile it again
 def _attend(
-    query, key, value, parts, totals, columns, segments, bounds, sizes, pointers, keys_row, values_row,
+    query, key, value, parts, totals, columns, rows, segments, bounds, sizes, pointers, keys_row, values_row,
     query_row, key_row, value_row, segment_row, scaling, window, chunk,
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, WRITTEN: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     member, column_d, token_k = tl.arange(0, QUERIES), tl.arange(0, SIZE), tl.arange(0, BLOCK)
     column = tl.load(columns + row).to(tl.int32)
-    prompt_tokens = tl.load(segments + row * segment_row)
-    before = tl.where(column < 0, 0, prompt_tokens + column)  # tokens that are there; a row without a column is idle
-    first = tl.maximum(tl.maximum(before + 1 - window, before // chunk * chunk), 0)
+    own_segments = segments + row * segment_row
+    if WRITTEN:
+        own_segments = segments + tl.load(rows + row) * segment_row
+    prompt_tokens = tl.load(own_segments)
+    position = tl.where(column < 0, 0, prompt_tokens + column)
+    before = position  # tokens that are there; a row without a column is idle
+    if WRITTEN:
+        before = tl.where(column < 0, 0, position + 1)
+    first = tl.maximum(tl.maximum(position + 1 - window, position // chunk * chunk), 0)
     span = tl.cdiv(tl.cdiv(before - first, SPLITS), BLOCK) * BLOCK
     begin = first + split * span
     end = tl.minimum(begin + span, before)
@@ -51,26 +93,22 @@ def _attend(
     highest_g = tl.full((QUERIES,), float("-inf"), tl.float32)
     total_g = tl.zeros((QUERIES,), tl.float32)
     mixed_gd = tl.zeros((QUERIES, SIZE), tl.float32)
-    if (split == SPLITS - 1) & (column >= 0):  # this program has the new token, and puts it where it belongs
-        key_d = tl.load(key + row * key_row + head * SIZE + column_d)
-        value_d = tl.load(value + row * value_row + head * SIZE + column_d)
-        highest_g = tl.sum(query_gd.to(tl.float32) * key_d.to(tl.float32)[None], 1) * scaling
-        total_g += 1.0
-        mixed_gd += value_d.to(tl.float32)[None]
-        piece = 0
-        while tl.load(bounds + piece + 2) <= column:
-            piece += 1
-        shelf = tl.load(segments + row * segment_row + 3 + 2 * piece)
-        entry = tl.load(segments + row * segment_row + 4 + 2 * piece).to(tl.int64)
-        room = tl.load(sizes + shelf)
-        place = ((entry * HEADS + head) * room + column - tl.load(bounds + piece + 1)) * SIZE
-        tl.store(tl.load(pointers + keys_row + shelf).to(element) + place + column_d, key_d)
-        tl.store(tl.load(pointers + values_row + shelf).to(element) + place + column_d, value_d)
+    if not WRITTEN:  # noqa: SIM102 (what is known when it is compiled)
+        if (split == SPLITS - 1) & (column >= 0):  # this program has the new token, and puts it where it belongs
+            key_d = tl.load(key + row * key_row + head * SIZE + column_d)
+            value_d = tl.load(value + row * value_row + head * SIZE + column_d)
+            highest_g = tl.sum(query_gd.to(tl.float32) * key_d.to(tl.float32)[None], 1) * scaling
+            total_g += 1.0
+            mixed_gd += value_d.to(tl.float32)[None]
+            _put(
+                key, key_d, value_d, head, column, column_d, own_segments, bounds, sizes, pointers + keys_row,
+                pointers + values_row, HEADS, SIZE,
+            )  # fmt: skip
 
     start = 0
     for segment in range(0, tl.load(bounds) + 1):
-        shelf = tl.load(segments + row * segment_row + 1 + 2 * segment)
-        entry = tl.load(segments + row * segment_row + 2 + 2 * segment).to(tl.int64)
+        shelf = tl.load(own_segments + 1 + 2 * segment)
+        entry = tl.load(own_segments + 2 + 2 * segment).to(tl.int64)
         length = prompt_tokens
         if segment > 0:
             length = tl.load(bounds + segment + 1) - tl.load(bounds + segment)
@@ -146,11 +184,14 @@ def attend_rows(tables: RowTables, layer: int, inputs: AttentionInputs, output: 
     block: Any = max(16, min(64, 2**14 // (size * query.element_size())))
     precision: Any = "ieee" if query.dtype == torch.float32 else "tf32"
     pointers = tables.pointers
+    places = (tables.columns, tables.rows, tables.segments, tables.bounds, tables.sizes, pointers)
+    of_layer = 2 * layer * pointers.shape[1], (2 * layer + 1) * pointers.shape[1]
+    strides = key.stride(0), value.stride(0), tables.segments.stride(0)
+    if tables.is_drafted:
+        _write[rows, heads](key, value, *places, *of_layer, *strides, HEADS=heads, SIZE=size)
     _attend[rows, heads, splits](
-        query, key, value, parts, totals, tables.columns, tables.segments, tables.bounds, tables.sizes, pointers,
-        2 * layer * pointers.shape[1], (2 * layer + 1) * pointers.shape[1],
-        query.stride(0), key.stride(0), value.stride(0), tables.segments.stride(0),
+        query, key, value, parts, totals, *places, *of_layer, query.stride(0), *strides,
         inputs.scaling, inputs.sight.window or _NO_LIMIT, inputs.sight.chunk or _NO_LIMIT,
-        **shape, BLOCK=block, PRECISION=precision,
+        **shape, BLOCK=block, PRECISION=precision, WRITTEN=tables.is_drafted,
     )  # fmt: skip
     _merge[rows, heads](output, parts, totals, output.stride(0), **shape)

@@ -27,7 +27,9 @@ class RowTables:
 
     Attributes:
         columns: Where each row's next token stands in its completion, int64, shape (most rows,); -1 for rows that are
-            not in use.
+            not in use. In a step with drafts, where each query's does, of which a row has several.
+        rows: The row of each query, int64, in a step with drafts.
+        is_drafted: Whether the step is one.
         segments: Of each row the tokens of its prompt, then shelf and entry of the prompt and of each piece of its
             completion, int32, shape (most rows, 3 + 2 x pieces).
         bounds: The number of pieces, then the columns at which they begin, and the end of the last one; int32.
@@ -37,7 +39,7 @@ class RowTables:
 
     Args:
         shape: What the keys of a token look like.
-        most_rows: The most rows at a time.
+        most_rows: The most rows, or queries, at a time.
         attention: Attends by these tables.
     """
 
@@ -45,6 +47,8 @@ class RowTables:
         self.shape, self._attention = shape, attention
         self.states: RowStates | None = None  # models whose layers have some are decoded by shelves
         self.columns = torch.full((most_rows,), -1, device=shape.device)
+        self.rows = torch.arange(most_rows, device=shape.device)
+        self.is_drafted, self._num_used = False, 0
         self.segments, self.bounds, self.sizes = (
             torch.zeros(size, dtype=torch.int32, device=shape.device)
             for size in ((most_rows, _FIRST_ROOM), (_FIRST_ROOM,), (_FIRST_ROOM,))
@@ -54,7 +58,8 @@ class RowTables:
     @property
     def places(self) -> tuple[int, ...]:
         """Addresses of the tables."""
-        return tuple(each.data_ptr() for each in (self.columns, self.segments, self.bounds, self.sizes, self.pointers))
+        tables = (self.columns, self.rows, self.segments, self.bounds, self.sizes, self.pointers)
+        return tuple(each.data_ptr() for each in tables)
 
     def laid_out(
         self,
@@ -94,9 +99,17 @@ class RowTables:
         }
 
     def take(self, there: dict[str, torch.Tensor], num_rows: int) -> None:
-        """Take the columns of the rows from what has been copied to the device, and what has been laid out again."""
+        """Take the columns of the rows from what has been copied to the device, and what has been laid out again.
+
+        With the ``rows`` of queries they are those of a step with drafts.
+        """
+        self.is_drafted = "rows" in there
+        if self.is_drafted:
+            self.rows[:num_rows] = there.pop("rows")
+        if num_rows < self._num_used:
+            self.columns[num_rows : self._num_used] = -1
+        self._num_used = num_rows
         if "segments" in there:
-            self.columns.fill_(-1)
             for name in ("segments", "bounds", "sizes", "pointers"):
                 new, table = there.pop(name), getattr(self, name)
                 if new.shape[-1] > table.shape[-1]:
