@@ -33,7 +33,7 @@ class FakeGenerator:
     abilities: frozenset[str] = frozenset()
     version = 0
     feature_points = ()
-    keeps_ended = False
+    keeps_ended = one_by_one = False
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths

@@ -42,7 +42,7 @@ from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.scheduling import layouts
 from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.scheduling.layouts import smallest_budget
-from lit_grpo.types import Key, Prompt, Request, RolloutGroup, SamplingParams
+from lit_grpo.types import Completion, Key, Prompt, Request, RolloutGroup, SamplingParams
 from tests.doubles.row_attention import attend_by_tables
 
 PROMPTS = [
@@ -112,6 +112,7 @@ class Result:
     told: list[Any] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
     features: list[np.ndarray] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
     most_held: int = 0
     budget: int = 0
     num_preempted: int = 0
@@ -126,6 +127,7 @@ class Result:
                 self.told.append((completion.request.key, completion.finish_reason, completion.text))
                 self.told.append([each.tolist() for each in own])
                 self.logprobs.append(completion.logprobs_T)
+                self.completions.append(completion)
                 self.features.append(np.array([[completion.entropy]]))
         self.told.append((stats.num_steps, stats.num_tokens, list(stats.spans), stats.num_preempted, stats.num_parked))
         self.num_preempted += stats.num_preempted
@@ -177,10 +179,10 @@ class Case:
         }
         return [watching, *([others[listens]()] if listens in others else [])]
 
-    def run(self, policy: Any, tokenizer: Any, ahead: bool) -> Result:
+    def run(self, policy: Any, tokenizer: Any, ahead: bool, drafts: Any = "off") -> Result:
         """Sample two rollouts."""
         policy = copy.deepcopy(policy)
-        generator, result = SlotGenerator(self.slots, prefill_tokens=self.prefill), Result()
+        generator, result = SlotGenerator(self.slots, prefill_tokens=self.prefill, drafts=drafts), Result()
         generator.start(PolicySpec(policy, tokenizer))
         assert not generator.runs_ahead
         generator.runs_ahead = ahead
@@ -188,7 +190,7 @@ class Case:
             generator._fused = None
         if self.kind == "recorded":
             fused: Any = generator._fused
-            generator._tables = RowTables(generator._shape, self.slots, attend_by_tables)
+            generator._tables = RowTables(generator._shape, generator._most_queries, attend_by_tables)
             generator._graphs = GraphedDecoder(fused, generator._tables, policy.parameters, Recorder().make)
         shape = generator._shape
         if self.roominess is not None:

@@ -53,6 +53,7 @@ class TreePO(Widening):
 
     writes: ClassVar[frozenset[str]] = frozenset({"token_advantage"})
     needs: ClassVar[frozenset[str]] = Widening.needs | {"all_ranks"}
+    traits: ClassVar[frozenset[str]] = Widening.traits | {"by_progress"}
 
     segment: Count = 512
     """Number of sampled tokens after which a path divides."""

@@ -55,11 +55,13 @@ class Decoder(Protocol):
 
     ``feature_points`` are the numbers of tokens at which its steps report observations; they may be set while nothing
     is in flight. ``keeps_ended`` says, likewise, that completions which end may go on, or others begin within them, so
-    that keys and values are worth keeping until their prompt is released.
+    that keys and values are worth keeping until their prompt is released. ``one_by_one`` says that somebody looks at
+    each number of tokens, so that no step is to bring a request several.
     """
 
     feature_points: tuple[int, ...]
     keeps_ended: bool
+    one_by_one: bool
 
     @property
     def version(self) -> int:

@@ -100,7 +100,8 @@ class RolloutLoop:
         observed = [point.num_tokens for point in looks if point is not None]
         self.generator.feature_points = tuple(sorted({*self.lengths.points, *self.points, *observed}))
         capacity = self._capacity = self.generator.capacity()
-        forks = any("forks" in listener.traits for listener in self.listeners)
+        traits = {trait for listener in self.listeners for trait in listener.traits}
+        forks, self.generator.one_by_one = "forks" in traits, "by_progress" in traits
         # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
         self._keeps_prompts = self.generator.keeps_ended = forks
         points = self.points if self.points and len(self.buffer.unfinished) > capacity.slots else ()

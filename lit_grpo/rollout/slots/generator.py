@@ -103,7 +103,7 @@ class SlotGenerator(Versioned):
         self.kv_memory = MemoryAmount(kv_memory)
         self.packed_weights = packed_weights
         self.feature_points: tuple[int, ...] = ()
-        self.keeps_ended = self.runs_ahead = False
+        self.keeps_ended = self.one_by_one = self.runs_ahead = False
         self.budget: KVBudget | None = None
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None
@@ -408,8 +408,6 @@ class SlotGenerator(Versioned):
         for group, prompt in prompts.items():
             entering += 0 if group in cache.prompts else shape.pieces.prompt(len(prompt.token_ids))
         columns_B = self._rows.counts[: len(self._rows.requests)] - (self._launched is None)
-        if self._drafter is not None:
-            cache.roll_back(columns_B)
         is_tight = in_use + cache.growth(columns_B) + entering > budget.tokens
         cache.most_entries = 0 if is_tight else self.num_slots
         if is_tight:
@@ -510,10 +508,12 @@ class SlotGenerator(Versioned):
         """Return how many tokens each decoded row may try in the next step, with ``num_ahead`` tokens in flight.
 
         As many as the drafter takes for worth it, within the row's limit, and up to the next point at which the row is
-        observed: the token after it is sampled in a step without drafts, by itself.
+        observed: the token after it is sampled by itself.
         """
         rows, drafter = self._rows, self._drafter
         assert drafter is not None
+        if self.one_by_one:
+            return np.zeros(num_decoded, dtype=np.int64)
         sampled_B = rows.sampled[:num_decoded] + num_ahead
         stops = np.array([*sorted(self.feature_points), self._sampling.max_tokens])
         most_B = stops[np.searchsorted(stops[:-1], sampled_B)] - sampled_B - 1
@@ -609,6 +609,8 @@ class SlotGenerator(Versioned):
             if sampling.stop:
                 stopped_B[rows_N] |= rows.with_stop_string(rows_N, sampling.stop, self._tokenizer)
         if self._drafter is not None:
+            if step.draft is not None:
+                self._cache.roll_back(rows.counts[: len(tokens_B)] - 1)
             self._drafter.took(rows, step, accepted_B)
             self._taken = step
             events.num_drafted = 0 if step.draft is None else step.draft.num_tokens

@@ -91,6 +91,7 @@ class EngineGenerator(Versioned, ABC):
             self.abilities |= {"policy_dtype"}
         self.weights_folder: str | None = None  # in which files of weights lie, or shared memory
         self.feature_points: tuple[int, ...] = ()
+        self.one_by_one = False
         self.keeps_ended = False  # vLLM caches prefixes anyway
         self._policy: PolicySpec | None = None
         self._made_for = ""

@@ -117,7 +117,7 @@ class ReplayGenerator:
 
     version = 0
     feature_points: tuple[int, ...] = ()
-    keeps_ended = False
+    keeps_ended = one_by_one = False
 
     def __init__(self, engine: Engine, lengths: dict[Key, int]) -> None:
         self._engine, self._lengths = engine, lengths

@@ -215,7 +215,7 @@ class SlotCache:
             self.tighten()
 
     def roll_back(self, columns_B: np.ndarray) -> None:
-        """Free pieces that hold nothing but tokens which were tried and wrong.
+        """Free pieces that hold nothing but tokens which were tried and wrong, as if none had been.
 
         Args:
             columns_B: Where the next token of each row stands in its completion.
