@@ -516,7 +516,7 @@ class SlotGenerator(Versioned):
             return np.zeros(num_decoded, dtype=np.int64)
         sampled_B = rows.sampled[:num_decoded] + num_ahead
         stops = np.array([*sorted(self.feature_points), self._sampling.max_tokens])
-        most_B = stops[np.searchsorted(stops[:-1], sampled_B)] - sampled_B - 1
+        most_B = np.minimum(stops[np.searchsorted(stops[:-1], sampled_B)], stops[-1]) - sampled_B - 1
         room = self._most_queries - num_decoded
         most_B = np.clip(drafter.most(rows, num_decoded, room), 0, np.maximum(most_B, 0))
         return np.minimum(most_B, np.maximum(room - np.cumsum(most_B) + most_B, 0))
