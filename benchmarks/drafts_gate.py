@@ -35,7 +35,7 @@ from benchmarks.recorded_rollouts import (
 )
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 from lit_grpo.policy.named import SMOLLM2, TINY
-from lit_grpo.rollout.slots.drafts import LONGEST, TOKEN_BYTES, DraftSource, Proposal
+from lit_grpo.rollout.slots.drafts.suffix import LONGEST, TOKEN_BYTES, DraftSource, Proposal
 from lit_grpo.types import Key
 
 TOKENS = (3, 7)

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from lit_grpo.rollout.slots import drafts
-from lit_grpo.rollout.slots.drafts import LONGEST, DraftSource, Proposal
+from lit_grpo.rollout.slots.drafts import suffix
+from lit_grpo.rollout.slots.drafts.suffix import LONGEST, DraftSource, Proposal
 from lit_grpo.types import Key
 
 
@@ -140,7 +140,7 @@ def test_only_the_last_visit_is_kept_and_only_as_much_of_it_as_there_is_memory_f
     assert visit("a", 1, [3, 4, 6]).token_ids == [5]
     assert visit("a", 2, [3, 4, 7]).token_ids == [6]
     assert source.kept_tokens == 3
-    monkeypatch.setattr(drafts, "KEPT_BYTES", 6 * drafts.TOKEN_BYTES)
+    monkeypatch.setattr(suffix, "KEPT_BYTES", 6 * suffix.TOKEN_BYTES)
     visit("b", 0, [3, 4, 8])
     assert visit("a", 3, [3, 4, 7]).token_ids == [7]
     visit("c", 0, [3, 4, 9])
