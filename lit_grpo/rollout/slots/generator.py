@@ -26,7 +26,7 @@ from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kept import KeptCompletions
 from lit_grpo.rollout.slots.kv.cache import KVBudget, SlotCache, check_request, kv_budget_bytes
 from lit_grpo.rollout.slots.kv.tables import RowTables
-from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
+from lit_grpo.rollout.slots.rows import Draft, SampledStep, TokenRows
 from lit_grpo.rollout.weights.tensors import (
     SyncReport,
     Versioned,
@@ -39,7 +39,7 @@ from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.types import EMPTY, Completion, GroupKey, Key, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from lit_grpo.rollout.slots.drafts import Draft, Drafter
+    from lit_grpo.rollout.slots.drafts import Drafter
 
 KEPT_SHARE = 1 / 4
 AHEAD_TOKENS = 512  # of prompts that are prefilled before they are needed
@@ -523,8 +523,6 @@ class SlotGenerator(Versioned):
 
     def _draft(self, num_decoded: int) -> Draft | None:
         """Return what the first ``num_decoded`` rows try in the next step, if anything."""
-        from lit_grpo.rollout.slots.drafts import Draft
-
         assert self._drafter is not None
         most_B = self._most_drafted(num_decoded)
         if not most_B.any():
