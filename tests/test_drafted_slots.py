@@ -46,9 +46,8 @@ class Guesses:
         most = 0 if self.draw.random() < 0.3 else self.most_tokens + 3
         return np.full(num_rows, most)
 
-    def draft(self, rows: TokenRows, most_B: np.ndarray, hidden_BD: torch.Tensor | None) -> list[list[int]]:
+    def draft(self, rows: TokenRows, most_B: np.ndarray, *_: Any) -> list[list[int]]:
         """Draft for each row, also for those that may try nothing."""
-        assert hidden_BD is None or len(hidden_BD) <= len(rows.requests)
         drafted = []
         for row in range(len(most_B)):
             known = self.known.get(rows.requests[row].key, [])[len(rows.token_ids(row)) :]

@@ -26,7 +26,7 @@ from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kept import KeptCompletions
 from lit_grpo.rollout.slots.kv.cache import KVBudget, SlotCache, check_request, kv_budget_bytes
 from lit_grpo.rollout.slots.kv.tables import RowTables
-from lit_grpo.rollout.slots.rows import Draft, SampledStep, TokenRows
+from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
 from lit_grpo.rollout.weights.tensors import (
     SyncReport,
     Versioned,
@@ -39,7 +39,7 @@ from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.types import EMPTY, Completion, GroupKey, Key, Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
-    from lit_grpo.rollout.slots.drafts import Drafter
+    from lit_grpo.rollout.slots.drafts import Draft, Drafter
 
 KEPT_SHARE = 1 / 4
 AHEAD_TOKENS = 512  # of prompts that are prefilled before they are needed
@@ -197,7 +197,6 @@ class SlotGenerator(Versioned):
     def _clear(self) -> None:
         self._incoming: list[Request] = []
         self._launched: SampledStep | None = None  # a step of all rows, whose tokens have not been read
-        self._taken: SampledStep | None = None  # with a drafter, the step that brought the last tokens
         self._rows, self._cache = TokenRows(self.num_slots, 0), SlotCache(self._shape, 0, self.num_slots)
         self._kept = KeptCompletions()
 
@@ -286,11 +285,12 @@ class SlotGenerator(Versioned):
             self._kept.store(row, self._rows, self._cache, self._room_to_keep(), ended, hidden_D)
         if self._drafter is not None:
             self._drafter.left(self._rows, row, ended)
-            self._taken = None if self._taken is None else self._taken.remove(row)
         self._cache.remove(row)
         self._rows.remove(row)
         if launched is not None:
-            self._launched = launched.remove(row)
+            launched.places[row] = launched.places[-1]
+            del launched.places[-1]
+            self._launched = launched if launched.places else None
 
     def _room_to_keep(self, entering: int = 0) -> int:
         """KV tokens of completions without a row that may be kept, where requests with so many tokens enter.
@@ -523,13 +523,13 @@ class SlotGenerator(Versioned):
 
     def _draft(self, num_decoded: int) -> Draft | None:
         """Return what the first ``num_decoded`` rows try in the next step, if anything."""
+        from lit_grpo.rollout.slots.drafts import Draft
+
         assert self._drafter is not None
         most_B = self._most_drafted(num_decoded)
         if not most_B.any():
             return None
-        taken = self._taken
-        hidden_BD = None if taken is None else taken.hidden_BD[taken.places]
-        proposals = self._drafter.draft(self._rows, most_B, hidden_BD)
+        proposals = self._drafter.draft(self._rows, most_B, self._cache, self._sampling)
         return Draft.of(proposals, most_B, self.policy.get_input_embeddings().num_embeddings)
 
     def _decode(
@@ -607,10 +607,8 @@ class SlotGenerator(Versioned):
             if sampling.stop:
                 stopped_B[rows_N] |= rows.with_stop_string(rows_N, sampling.stop, self._tokenizer)
         if self._drafter is not None:
-            if step.draft is not None:
-                self._cache.roll_back(rows.counts[: len(tokens_B)] - 1)
+            self._cache.roll_back(rows.counts[: len(tokens_B)] - 1)
             self._drafter.took(rows, step, accepted_B)
-            self._taken = step
             events.num_drafted = 0 if step.draft is None else step.draft.num_tokens
             events.num_tokens += int(accepted_B.sum())
             events.beyond = {rows.requests[row].key: int(accepted_B[row]) for row in np.flatnonzero(accepted_B)}

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from lit_grpo.rollout.slots.drafts.draft import Draft
+
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
+    from lit_grpo.rollout.slots.kv.cache import SlotCache
     from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
-    from lit_grpo.types import GroupKey
+    from lit_grpo.types import GroupKey, SamplingParams
+
+__all__ = ["Draft", "Drafter"]
 
 
 class Drafter(Protocol):
@@ -34,15 +38,17 @@ class Drafter(Protocol):
         """
         ...
 
-    def draft(self, rows: TokenRows, most_B: np.ndarray, hidden_BD: torch.Tensor | None) -> Sequence[Sequence[int]]:
+    def draft(
+        self, rows: TokenRows, most_B: np.ndarray, cache: SlotCache, sampling: SamplingParams
+    ) -> Sequence[Sequence[int]]:
         """Return tokens that may come after the last token of each row, likeliest first; none for no proposal.
 
         Args:
             rows: All rows, on the host.
             most_B: The most tokens of each of the first rows: more are cut. It keeps rows within their limits, and from
                 passing points at which they are observed.
-            hidden_BD: The hidden states that last tokens were sampled from, those of the first rows: rows that have
-                just been resumed have none. None before the first step.
+            cache: Keys, values and states of the rows, without those of their last tokens.
+            sampling: How tokens are sampled.
         """
         ...
 

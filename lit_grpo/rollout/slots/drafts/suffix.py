@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from lit_grpo.types import GroupKey, Key, SamplePath
+from lit_grpo.types import GroupKey, Key, SamplePath, SamplingParams
 
 if TYPE_CHECKING:
-    import torch
-
+    from lit_grpo.rollout.slots.kv.cache import SlotCache
     from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
 
 LONGEST = 8
@@ -236,7 +235,9 @@ class SuffixDrafter:
     def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
         return np.full(num_rows, self.most_tokens)
 
-    def draft(self, rows: TokenRows, most_B: np.ndarray, hidden_BD: torch.Tensor | None) -> Sequence[Sequence[int]]:
+    def draft(
+        self, rows: TokenRows, most_B: np.ndarray, cache: SlotCache, sampling: SamplingParams
+    ) -> Sequence[Sequence[int]]:
         """Return tokens that have followed the last ones of each row."""
         for row in range(len(rows.requests)):
             self._show(rows, row)
