@@ -27,12 +27,14 @@ class LaunchCase:
         mixed: Weights in float32 under autocast; or else weights in bfloat16, which are read in place.
         by_kernels: With the kernels between products; or else by operations of torch.
         num_rows: Rows of the step.
+        is_drafted: Whether some of them are drafted tokens.
     """
 
     capability: tuple[int, int]
     mixed: bool
     by_kernels: bool
     num_rows: int = 8
+    is_drafted: bool = False
 
 
 def main() -> None:
@@ -115,6 +117,7 @@ def _launches(policy: Any, case: LaunchCase, binaries: dict[str, dict[str, int]]
     call = AttentionCall(heads, kv_heads, size, size, lowered, size**-0.5, Sight(), None, False)
     shape = KVShape((KVLayer(kv_heads, size, size),) * config.num_hidden_layers, lowered, policy.device)
     tables = RowTables(shape, case.num_rows, attend_rows)
+    tables.is_drafted = case.is_drafted
     with mock.patch.object(torch, "allclose", lambda *_, **__: True):  # fake tensors have no numbers to compare
         kernels = LayerKernels() if case.by_kernels else None
         decoder: Any = FusedDecoder(policy, [call] * config.num_hidden_layers, kernels)

@@ -18,16 +18,24 @@ import torch
 from conftest import random_policy, table_rows
 from test_running_ahead import (  # pyright: ignore[reportMissingImports]
     NUM_SEEDS,
+    PROMPTS,
+    REQUESTS,
     Case,
     Result,
+    decode,
+    make,
     small_pieces,
 )
 
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import SYNCHRONOUS
 from lit_grpo.rollout.sampling import request_key, sample_tokens, uniform
-from lit_grpo.rollout.slots.drafts import suffix
+from lit_grpo.rollout.slots.drafts import Draft, suffix
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.rows import TokenRows
-from lit_grpo.types import Completion, Key, SamplingParams
+from lit_grpo.types import Completion, Key, Prompt, SamplingParams
 
 QUICK_SEEDS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 84)
 EOS, VOCAB_SIZE = 1, 35
@@ -129,6 +137,10 @@ def check_same_samples(case: Case, actual: Result, expected: Result) -> None:
         assert mine.keys() == others.keys()
     elif case.listens in ("drops", "divides") or case.rule.leftovers == "keep":
         return
+    if case.rule is SYNCHRONOUS:
+        assert actual.seen.keys() == expected.seen.keys()
+        for place, features in actual.seen.items():
+            assert np.allclose(features, expected.seen[place], atol=1e-3)
     for key in mine.keys() & others.keys():
         one, other = mine[key], others[key]
         assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
@@ -136,3 +148,112 @@ def check_same_samples(case: Case, actual: Result, expected: Result) -> None:
             assert getattr(one, name).tolist() == getattr(other, name).tolist()
         assert torch.allclose(one.logprobs_T, other.logprobs_T, atol=2e-5)
         assert one.entropy == pytest.approx(other.entropy, abs=1e-4)
+
+
+# ---- what may happen in a step ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def generator(policies: dict[bool, Any], tokenizer: Any) -> SlotGenerator:
+    """One whose drafts are tokens of a run without, every fifth of them wrong."""
+    known = decode(make(policies[False], tokenizer, ahead=False), REQUESTS)
+    generator = make(policies[False], tokenizer, ahead=False, drafts=4)
+    generator._drafter = Guesses(4, {key: [*ids[:4], 7, *ids[5:]] for key, ids in known.items()}, 0)
+    return generator
+
+
+def test_memory_that_runs_out_in_a_drafted_step_sets_aside_what_was_told(
+    generator: SlotGenerator, policies: dict[bool, Any], tokenizer: Any
+) -> None:
+    expected = decode(make(policies[False], tokenizer, ahead=False), REQUESTS)
+    real, num_failed = generator._decode, 0
+
+    def failing(entering: Any, before: Any, draft: Any) -> Any:
+        nonlocal num_failed
+        if draft is not None and num_failed < 2:
+            num_failed += 1
+            raise torch.OutOfMemoryError
+        return real(entering, before, draft)
+
+    generator._decode = failing  # pyright: ignore[reportAttributeAccessIssue]
+    assert decode(generator, REQUESTS) == expected
+    assert num_failed == 2
+
+
+@pytest.mark.parametrize("call", [2, 6])
+@pytest.mark.parametrize(("owner", "name"), [(Guesses, "draft"), (SlotCache, "roll_back"), (TokenRows, "take_drafted")])
+def test_an_interrupt_in_a_drafted_step_leaves_nothing_in_flight(
+    owner: Any,
+    name: str,
+    call: int,
+    generator: SlotGenerator,
+    policies: dict[bool, Any],
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original, count = getattr(owner, name), 0
+
+    def interrupting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            decode(generator, REQUESTS)
+    assert generator.capacity().kv_tokens_in_use == 0 and generator.capacity().free_slots == 4
+    assert decode(generator, REQUESTS) == decode(make(policies[False], tokenizer, ahead=False), REQUESTS)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
+def test_a_drafted_token_outside_of_the_vocabulary_is_refused_in_a_sentence(
+    token: int, generator: SlotGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Guesses, "draft", lambda self, rows, most_B, *_: [[3, token]] * len(most_B))
+    message = (
+        rf"^A drafter proposes token {token}, but the policy's vocabulary has tokens 0 to 34; mend the drafter, or "
+    )
+    with pytest.raises(ValueError, match=message + r"set model\.generator\.drafts to off\.$"):
+        decode(generator, REQUESTS)
+    assert generator.capacity().kv_tokens_in_use == 0
+
+
+def test_drafts_are_a_number_auto_or_off() -> None:
+    for drafts in ("on", 0, 33, 1.5):
+        with pytest.raises(ValueError, match=r"^drafts must be"):
+            SlotGenerator(4, drafts=drafts)  # pyright: ignore[reportArgumentType]
+
+
+def test_rows_of_a_draft_stand_after_the_rows_last_tokens() -> None:
+    draft = Draft.of([[7, 8, 9], [], [5]], np.array([2, 4, 4]), 10)
+    assert draft is not None and draft.num_tokens == 3
+    assert draft.tokens_BK.tolist() == [[7, 8], [-1, -1], [5, -1]]
+    assert draft.rows_N.tolist() == [0, 1, 2, 0, 0, 2] and draft.ahead_N.tolist() == [0, 0, 0, 1, 2, 1]
+    assert draft.first_B.tolist()[0] == 3 and draft.first_B.tolist()[2] == 5
+    assert Draft.of([[7], []], np.array([0, 4]), 10) is None
+
+
+def test_text_that_came_before_is_drafted_and_saves_steps(policies: dict[bool, Any], tokenizer: Any) -> None:
+    """At a low temperature a random policy repeats itself. The second visit of a prompt drafts from the first one."""
+    sampling, found = SamplingParams(max_tokens=60, temperature=0.3), list[Any]()
+    for drafts in ("off", 3):
+        generator = SlotGenerator(8, drafts=drafts)
+        generator.start(PolicySpec(policies[False], tokenizer))
+        generator.load_weights(policies[False].named_parameters(), 0)
+        for visit in range(2):
+            prompts = [Prompt(prompt.prompt_id, prompt.token_ids, "", visit=visit) for prompt in PROMPTS]
+            groups, stats = RolloutLoop(generator).collect(prompts, 2, sampling, seed=0)
+            metrics = stats.metrics()
+            assert ("rollout/drafted_tokens" in metrics) == (drafts != "off")
+            ids = [rollout.completion.token_ids_T.tolist() for group in groups for rollout in group.rollouts]
+            found.append((ids, stats.num_steps, stats.num_tokens, metrics))
+        if drafts != "off":
+            drafter: Any = generator._drafter
+            assert not drafter._known and not drafter.source._groups  # nothing of the rollouts but completions is kept
+    for (ids, steps, tokens, _), (its_ids, its_steps, its_tokens, metrics) in zip(found[:2], found[2:], strict=True):
+        assert ids == its_ids and tokens == its_tokens and its_steps < 0.9 * steps
+        assert metrics["rollout/accepted_tokens"] < metrics["rollout/drafted_tokens"]
+        assert 1 < metrics["rollout/tokens_per_step"] < 4

@@ -73,6 +73,8 @@ class Watching(Listener):
         self.at, self.drops, self.divides = at, drops, divides
         self.steps: list[Any] = []
         self.features: list[np.ndarray] = []
+        self.seen: dict[Any, np.ndarray] = {}  # features by request and number of tokens
+        self.generator: Any = None
         self._num_divided = 0
 
     @property
@@ -84,6 +86,13 @@ class Watching(Listener):
 
     def on_step(self, events: StepEvents) -> Answer | None:
         progress = self._ledger.progress()
+        rows = self.generator._rows
+        assert {key: progress[key] for key in [each.key for each in rows.requests]} == {
+            request.key: int(rows.sampled[row]) for row, request in enumerate(rows.requests)
+        }
+        for each in events.observations:
+            pairs = zip(each.keys, each.features, strict=True)
+            self.seen |= {(key, each.num_tokens): row.copy() for key, row in pairs}
         self.steps.append((events.num_active, [each.request.key for each in events.finished]))
         self.steps.append((dict(progress), [(each.num_tokens, list(each.keys)) for each in events.observations]))
         self.features += [each.features for each in events.observations]
@@ -113,6 +122,7 @@ class Result:
     logprobs: list[torch.Tensor] = field(default_factory=list)
     features: list[np.ndarray] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
+    seen: dict[Any, np.ndarray] = field(default_factory=dict)
     most_held: int = 0
     budget: int = 0
     num_preempted: int = 0
@@ -209,6 +219,7 @@ class Case:
 
         generator._decode = watched  # pyrefly: ignore[bad-assignment]
         buffer, listeners = RolloutBuffer(self.rule), self.listeners()
+        listeners[0].generator = generator
         for number in range(2):
             generator.load_weights(policy.named_parameters(), number)
             prompts = [replace(prompt, visit=number) for prompt in PROMPTS[: self.num_prompts]]
@@ -225,6 +236,7 @@ class Case:
         generator.close()
         result.told += listeners[0].steps
         result.features += listeners[0].features
+        result.seen = listeners[0].seen
         return result
 
 
@@ -274,9 +286,9 @@ def test_whatever_is_asked_the_samples_and_all_that_listeners_hear_are_the_same(
 REQUESTS = [Request(prompt, (number,), SamplingParams(max_tokens=30)) for prompt in PROMPTS for number in range(2)]
 
 
-def make(policy: Any, tokenizer: Any, ahead: bool = True) -> SlotGenerator:
+def make(policy: Any, tokenizer: Any, ahead: bool = True, drafts: Any = "off") -> SlotGenerator:
     """A generator of four slots, and no completion of it ends before its limit."""
-    generator = SlotGenerator(4)
+    generator = SlotGenerator(4, drafts=drafts)
     generator.start(PolicySpec(policy, tokenizer))
     generator.load_weights(policy.named_parameters(), 0)
     generator._eos_ids, generator.runs_ahead = generator._eos_ids[:0], ahead

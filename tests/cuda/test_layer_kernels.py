@@ -58,12 +58,16 @@ def test_decode_steps_by_kernels_are_as_near_to_float32_as_those_by_operations(f
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=["A100", "RTX 40 and L4", "H100"])
-@pytest.mark.parametrize(("mixed", "most"), [(True, 11), (False, 14)])
-def test_a_layer_of_qwen3_is_a_few_launches_of_binaries(capability: tuple[int, int], mixed: bool, most: int) -> None:
+@pytest.mark.parametrize(("mixed", "drafted", "most"), [(True, False, 11), (False, False, 14), (True, True, 12)])
+def test_a_layer_of_qwen3_is_a_few_launches_of_binaries(
+    capability: tuple[int, int], mixed: bool, drafted: bool, most: int
+) -> None:
     pytest.importorskip("triton")
-    figures = measured("benchmarks.decode_launches", LaunchCase(capability, mixed, by_kernels=True))
+    case = LaunchCase(capability, mixed, by_kernels=True, is_drafted=drafted)
+    figures = measured("benchmarks.decode_launches", case)
     assert figures["a layer"] <= most and figures["besides"] <= 12
     own = {"_add_and_norm": 2, "_norm_and_rotate": 1, "_attend": 1, "_merge": 1, "_silu_and_multiply": 1}
+    own |= {"_write": 1} if drafted else {}
     assert {name: figures["launches of a layer"][name] for name in own} == own
     assert {name.partition(" ")[0] for name in figures["binaries"]} == own.keys()
     for binary in figures["binaries"].values():

@@ -17,6 +17,7 @@ from lit_grpo.policy.adapters import LoraSettings, add_adapters
 from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.slots import binding
+from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
 from lit_grpo.types import SamplingParams
 from tests.doubles import pretend_cuda as pretended
 from tests.doubles.pretend_cuda import pretend_cuda
@@ -68,6 +69,38 @@ def test_completions_are_those_of_the_cpu_for_one_wait_and_one_copy_a_step(
         again, _ = sample(generator, gpu, MAX_TOKENS, autocast)
         assert off(again, expected) < closeness(autocast)
     assert max(len(ids) for ids, _ in expected) > 32
+
+
+@pytest.mark.parametrize("kind", table_rows(["graphs", "plain", "window", "lora"], ["graphs"]))
+@pytest.mark.filterwarnings("ignore:.*is decoded without CUDA graphs")
+def test_steps_with_drafts_have_recordings_of_their_own_and_one_wait(kind: str, policy_folder: Path) -> None:
+    """And those before and after run ahead; the drafts are copies of a run without any, every third token wrong."""
+    expected, _ = sample(started(make(kind), policy_folder), max_tokens=MAX_TOKENS)
+
+    class Copies(SuffixDrafter):
+        num_asked = num_accepted = 0
+
+        def most(self, rows: Any, num_rows: int, room: int) -> Any:
+            self.num_asked += 1
+            return super().most(rows, num_rows, room) * (self.num_asked % 8 < 5)
+
+        def draft(self, rows: Any, most_B: Any, *_: Any) -> Any:
+            begun = [rows.token_ids(row).tolist() for row in range(len(most_B))]
+            found = [next(ids for ids, _ in expected if ids[: len(had)] == had)[len(had) :] for had in begun]
+            return [[*ids[:2], 5] for ids in found]
+
+        def took(self, rows: Any, step: Any, accepted_B: Any) -> None:
+            self.num_accepted += int(accepted_B.sum())
+
+    with pretend_cuda() as gpu:
+        generator = started(make(kind).to("cuda"), policy_folder, drafts=3)
+        generator._drafter = drafter = Copies(3)
+        actual, counts = sample(generator, gpu, MAX_TOKENS)
+        assert off(actual, expected) < closeness(None)
+        assert set(counts.waits) == {1} and set(counts.unpinned) == {0}, counts.lines
+        assert drafter.num_accepted > 20
+        if generator._graphs is not None:
+            assert {is_drafted for _, is_drafted in generator._graphs._recordings} == {False, True}
 
 
 class Looks(Listener):
