@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import random_policy, table_rows
-from test_running_ahead import (  # pyright: ignore[reportMissingImports]
+from test_running_ahead import (
     NUM_SEEDS,
     PROMPTS,
     REQUESTS,
@@ -54,7 +54,7 @@ class Guesses:
         most = 0 if self.draw.random() < 0.3 else self.most_tokens + 3
         return np.full(num_rows, most)
 
-    def draft(self, rows: TokenRows, most_B: np.ndarray, *_: Any) -> list[list[int]]:
+    def draft(self, rows: TokenRows, most_B: np.ndarray, cache: Any, sampling: Any) -> list[list[int]]:
         """Draft for each row, also for those that may try nothing."""
         drafted = []
         for row in range(len(most_B)):
@@ -175,7 +175,7 @@ def test_memory_that_runs_out_in_a_drafted_step_sets_aside_what_was_told(
             raise torch.OutOfMemoryError
         return real(entering, before, draft)
 
-    generator._decode = failing  # pyright: ignore[reportAttributeAccessIssue]
+    generator._decode = failing  # pyrefly: ignore[bad-assignment]
     assert decode(generator, REQUESTS) == expected
     assert num_failed == 2
 
@@ -224,7 +224,8 @@ def test_a_drafted_token_outside_of_the_vocabulary_is_refused_in_a_sentence(
 def test_drafts_are_a_number_auto_or_off() -> None:
     for drafts in ("on", 0, 33, 1.5):
         with pytest.raises(ValueError, match=r"^drafts must be"):
-            SlotGenerator(4, drafts=drafts)  # pyright: ignore[reportArgumentType]
+            SlotGenerator(4, drafts=drafts)  # pyrefly: ignore[bad-argument-type]
+    assert SlotGenerator(4, drafts=False).drafts == "off"  # as YAML reads it
 
 
 def test_rows_of_a_draft_stand_after_the_rows_last_tokens() -> None:

@@ -78,8 +78,8 @@ TRAITS: Mapping[str, str] = {
     "more; as long as a group is open, its prompt is kept, and the states of its environments",
     "lock_step": "is asked between any two steps as if nothing were left to decode (on_idle), so that what it waits "
     "for is taken at the same steps in every run",
-    "by_progress": "asks for more or less by the number of tokens of requests that decode (ledger.progress), so that none "
-    "of them gets several tokens in a step; observes gives one number of tokens that is not passed anyway",
+    "by_progress": "asks for more or less by the tokens of requests that decode (ledger.progress), so none of them may "
+    "get several in a step; the number of tokens that observes names is not passed anyway",
     "common": "remembers the same on all ranks, which checkpoints then keep once",
     "learns_unrewarded": "trains on completions without a reward: their advantage is 0 until a column gives their "
     "tokens others, and model.rewards may be empty",

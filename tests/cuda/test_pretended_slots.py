@@ -84,7 +84,7 @@ def test_steps_with_drafts_have_recordings_of_their_own_and_one_wait(kind: str, 
             self.num_asked += 1
             return super().most(rows, num_rows, room) * (self.num_asked % 8 < 5)
 
-        def draft(self, rows: Any, most_B: Any, *_: Any) -> Any:
+        def draft(self, rows: Any, most_B: Any, cache: Any, sampling: Any) -> Any:
             begun = [rows.token_ids(row).tolist() for row in range(len(most_B))]
             found = [next(ids for ids, _ in expected if ids[: len(had)] == had)[len(had) :] for had in begun]
             return [[*ids[:2], 5] for ids in found]

@@ -45,7 +45,7 @@ KEPT_SHARE = 1 / 4
 AHEAD_TOKENS = 512  # of prompts that are prefilled before they are needed
 MOST_QUERIES = 256
 """Last tokens and drafted ones that go through the policy in a step, where slots are fewer: logits take memory."""
-Drafts = Annotated[int, Limit(ge=1, le=32)] | Literal["auto", "off"]
+Drafts = Annotated[int, Limit(ge=1, le=32)] | Literal["auto", "off", False]  # YAML reads off as False
 
 
 class SlotGenerator(Versioned):
@@ -98,7 +98,7 @@ class SlotGenerator(Versioned):
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}.")
         check_value("drafts", drafts, Drafts)
         self.num_slots = num_slots
-        self.drafts: Drafts = drafts
+        self.drafts: Drafts = drafts or "off"
         self.prefill_tokens = prefill_tokens
         self.kv_memory = MemoryAmount(kv_memory)
         self.packed_weights = packed_weights
@@ -370,8 +370,9 @@ class SlotGenerator(Versioned):
             kv_tokens, rows = self._kept.num_tokens + self._cache.allocated_tokens, self._rows
             stopped = [request.after(rows.trajectory(row)) for row, request in enumerate(rows.requests)]
             events.finished, events.beyond, events.preempted = [], {}, [*stopped, *self._incoming]
-            for row in range(len(rows.requests)) if self._drafter is not None else ():
-                self._drafter.left(rows, row, ended=False)
+            if self._drafter is not None:
+                for row in range(len(rows.requests)):
+                    self._drafter.left(rows, row, ended=False)
             self._clear()
             self._expected.clear()
             if not is_out_of_memory(error) or events.num_active or len(events.preempted) < 2:
@@ -530,7 +531,7 @@ class SlotGenerator(Versioned):
         if not most_B.any():
             return None
         proposals = self._drafter.draft(self._rows, most_B, self._cache, self._sampling)
-        return Draft.of(proposals, most_B, self.policy.get_input_embeddings().num_embeddings)
+        return Draft.of(proposals, most_B, int(self.policy.config.get_text_config(decoder=True).vocab_size))
 
     def _decode(
         self, entering: Sequence[torch.Tensor], before: SampledStep | None = None, draft: Draft | None = None

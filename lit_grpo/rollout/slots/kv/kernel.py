@@ -187,11 +187,12 @@ def attend_rows(tables: RowTables, layer: int, inputs: AttentionInputs, output: 
     places = (tables.columns, tables.rows, tables.segments, tables.bounds, tables.sizes, pointers)
     of_layer = 2 * layer * pointers.shape[1], (2 * layer + 1) * pointers.shape[1]
     strides = key.stride(0), value.stride(0), tables.segments.stride(0)
-    if tables.is_drafted:
-        _write[rows, heads](key, value, *places, *of_layer, *strides, HEADS=heads, SIZE=size)
+    written: Any = tables.is_drafted
+    if written:
+        _write[rows, heads](key, value, *places, *of_layer, *strides, HEADS=shape["HEADS"], SIZE=shape["SIZE"])
     _attend[rows, heads, splits](
         query, key, value, parts, totals, *places, *of_layer, query.stride(0), *strides,
         inputs.scaling, inputs.sight.window or _NO_LIMIT, inputs.sight.chunk or _NO_LIMIT,
-        **shape, BLOCK=block, PRECISION=precision, WRITTEN=tables.is_drafted,
+        **shape, BLOCK=block, PRECISION=precision, WRITTEN=written,
     )  # fmt: skip
     _merge[rows, heads](output, parts, totals, output.stride(0), **shape)
