@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lit_grpo.rollout.slots.kv.cache import SlotCache
     from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
 
-LONGEST = 4
+LONGEST = 3
 """Tokens before a drafted one that are looked up, at most; one that stood there before is enough to draft."""
 PIECE = 8
 """Tokens of an earlier visit that are indexed at a time."""
