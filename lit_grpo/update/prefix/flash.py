@@ -222,10 +222,7 @@ def _chosen(
 def _refusal(kernels: Kernels, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> str:
     """Say why kernels cannot attend."""
     like = torch.empty((1, heads, 2, size), dtype=dtype, device=device, requires_grad=True)
-    shares = kernels.shares_heads and heads != kv_heads
-    few = like[:, :kv_heads] if shares else like
-    asked = torch.backends.cuda.SDPAParams(like, few, few, None, 0.0, False, shares)
-    if size % kernels.multiple or not kernels.takes(asked):
+    if not kernels.takes(torch.backends.cuda.SDPAParams(like, like, like, None, 0.0, False, False)):
         return f"do not take heads of {size} numbers in {dtype} on this device"
     try:  # in a thread, for which nothing is kept or counted that runs within a layer
         with ThreadPoolExecutor(1) as apart:

@@ -20,17 +20,13 @@ class Kernels(NamedTuple):
         name: What torch calls them.
         forward: Arguments and results of ``aten::_flash_attention_forward``.
         backward: Arguments and results of ``aten::_flash_attention_backward``.
-        takes: Returns whether they take queries and keys (``torch.backends.cuda.SDPAParams``) on this device.
-        shares_heads: Whether that is asked with fewer KV heads than query heads.
-        multiple: Numbers of a head come in multiples of it; where it is 1, ``takes`` knows.
+        takes: Returns whether they take queries (``torch.backends.cuda.SDPAParams``) on this device.
     """
 
     name: str
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     takes: Callable[[Any], bool]
-    shares_heads: bool
-    multiple: int
 
 
 class _Seats(NamedTuple):
@@ -115,14 +111,16 @@ def _repeated(heads_TKS: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return heads_TKS.repeat_interleave(query.shape[-2] // heads_TKS.shape[1], 1)[None]
 
 
+def _takes_flash(asked: Any) -> bool:
+    return asked.query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(asked)
+
+
+def _takes_efficient(asked: Any) -> bool:
+    return torch.backends.cuda.can_use_efficient_attention(asked)
+
+
 KERNELS = (
-    Kernels(
-        "flash", _aten._flash_attention_forward, _aten._flash_attention_backward,
-        lambda asked: torch.backends.cuda.can_use_flash_attention(asked), True, 8,
-    ),
-    Kernels(
-        "memory-efficient", _efficient_forward, _efficient_backward,
-        lambda asked: torch.backends.cuda.can_use_efficient_attention(asked), False, 1,
-    ),
-)  # fmt: skip
-"""In the order in which they are tried: 16 bits from sm_80 on; float32, and float16 of older GPUs."""
+    Kernels("flash", _aten._flash_attention_forward, _aten._flash_attention_backward, _takes_flash),
+    Kernels("memory-efficient", _efficient_forward, _efficient_backward, _takes_efficient),
+)
+"""In the order in which they are tried: 16 bits from sm_80 on; then float32, and float16 of older GPUs."""
