@@ -211,7 +211,7 @@ def asked(dtype: torch.dtype = torch.bfloat16, size: int = 16, cap: float | None
     """Return the name of the kernels that attend on the pretended GPU."""
     query = torch.empty((1, 4, 5, size), dtype=dtype, device="cuda")
     found = fused_kernels(query, query[:, :2], cap)
-    return found and found.name
+    return None if found is None else found.name
 
 
 def test_each_dtype_and_size_goes_by_the_first_kernels_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
