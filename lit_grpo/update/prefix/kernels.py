@@ -30,7 +30,7 @@ class Kernels(NamedTuple):
 
 
 class _Seats(NamedTuple):
-    """Where the memory-efficient kernels want queries, and keep their log-sum-exps: padded, sequence by sequence.
+    """Places of queries in the memory-efficient kernels, and of their log-sum-exps: padded, sequence by sequence.
 
     In the backward pass their windows are right only with as many queries as keys, so with a window queries are laid
     out as the keys are, with queries of zero where a sequence has keys of its prompt.

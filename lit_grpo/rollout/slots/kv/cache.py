@@ -313,7 +313,7 @@ class SlotCache:
             self._prompt_shelves,
             np.append(self._starts, self._ends[-1:]),
             self._entries[: self.num_rows],
-            self._prompt_of,
+            [(own.room, own.entry, own.num_tokens) for own in self._prompt_of],
         )
 
     def _lay_out(

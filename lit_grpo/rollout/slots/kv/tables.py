@@ -12,7 +12,6 @@ from lit_grpo.policy.architecture.states import RowStates
 from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape
 
 if TYPE_CHECKING:
-    from lit_grpo.rollout.slots.kv.cache import CachedPrompt
     from lit_grpo.rollout.slots.kv.shelves import Shelf
 
 _FIRST_ROOM = 64
@@ -65,7 +64,7 @@ class RowTables:
         prompts: Mapping[int, Shelf],
         starts: np.ndarray,
         entries: np.ndarray,
-        prompt_of: Sequence[CachedPrompt],
+        prompt_of: Sequence[tuple[int, int, int]],
     ) -> dict[str, np.ndarray]:
         """Return what the tables are to hold, after rows, pieces or prompts have come, gone or moved.
 
@@ -76,12 +75,12 @@ class RowTables:
             prompts: Those of prompts, by room.
             starts: The columns at which pieces begin, and the end of the last one.
             entries: Each row's entry on the shelf of each piece, or -1.
-            prompt_of: Each row's prompt.
+            prompt_of: Each row's prompt: room, entry and tokens.
         """
         shelves = [*pieces, *prompts.values()]
         number_of = {room: len(pieces) + index for index, room in enumerate(prompts)}
         segments = np.empty((len(entries), 3 + 2 * len(pieces)), dtype=np.int32)
-        segments[:, :3] = [(own.num_tokens, number_of[own.room], own.entry) for own in prompt_of]
+        segments[:, :3] = [(tokens, number_of[room], entry) for room, entry, tokens in prompt_of]
         segments[:, 3::2] = np.arange(len(pieces))
         segments[:, 4::2] = entries
         of_shelves = {
