@@ -1,4 +1,4 @@
-"""The attention of an update compiled for an H100 that is not there: CPU seconds, binaries, and launches a layer.
+"""FlexAttention of an update compiled for an H100 that is not there: CPU seconds, binaries, and launches per layer.
 
 Run by ``first_update``, twice with the same caches, in processes of their own.
 """
@@ -25,14 +25,19 @@ class Case:
 
     Args:
         caches: A folder for the caches of Inductor and Triton.
+        dtype: Of queries, keys and values.
+        cap: The limit of scores, or None.
     """
 
     caches: str
+    dtype: str = "bfloat16"
+    cap: float | None = None
 
 
 def main() -> None:
     """Compile what the steps need; tell seconds, binaries and launches of each."""
-    caches = Path(Case(**read_case()).caches)
+    case = Case(**read_case())
+    caches = Path(case.caches)
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
     twins, _ = begin((9, 0))
     from torch._inductor import config
@@ -50,7 +55,7 @@ def main() -> None:
     for name, (prompt, responses) in ROWS.items():
         before, begun = len(list(caches.rglob("*.cubin"))), time.process_time()
         launched.clear()
-        of_mask = _attend(twins, prompt, responses, launched, backward=name != "trial")
+        of_mask = _attend(twins, case, prompt, responses, launched, backward=name != "trial")
         steps[name] = {
             "cpu_s": round(time.process_time() - begun, 2),
             "binaries": len(list(caches.rglob("*.cubin"))) - before,
@@ -60,7 +65,9 @@ def main() -> None:
     tell(steps)
 
 
-def _attend(twins: Twins, prompt: int, responses: tuple[int, ...], launched: list[str], backward: bool) -> int:
+def _attend(
+    twins: Twins, case: Case, prompt: int, responses: tuple[int, ...], launched: list[str], backward: bool
+) -> int:
     """Attend once; return how many launches were those of the mask, which all layers share."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,15 +79,15 @@ def _attend(twins: Twins, prompt: int, responses: tuple[int, ...], launched: lis
     for number, length in enumerate(responses):
         stretches.append(Stretch(num_tokens, prompt, length, last=number + 1))
         num_tokens += length
-    labels_3K = key_labels(stretches)
+    labels_3K, dtype = key_labels(stretches), getattr(torch, case.dtype)
     with FakeTensorMode():
         query, key, value = (
-            torch.empty((1, heads, num_tokens, HEAD_SIZE), dtype=torch.bfloat16, device="cuda", requires_grad=backward)
+            torch.empty((1, heads, num_tokens, HEAD_SIZE), dtype=dtype, device="cuda", requires_grad=backward)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
         )
         mask = prefix_block_mask(twins.fake(labels_3K), None, num_tokens)
         of_mask = len(launched)
-        output = flex_prefix_attention(query, key, value, mask, HEAD_SIZE**-0.5)
+        output = flex_prefix_attention(query, key, value, mask, HEAD_SIZE**-0.5, case.cap)
         if backward:
             torch.autograd.grad(output, [query, key, value], torch.empty_like(output))
     return of_mask

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import re
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 
@@ -35,6 +37,7 @@ from benchmarks.update_work import Work
 from benchmarks.workloads import NOISE_REWARD, long_tailed
 from lit_grpo.memory import PeakMemory
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.slots import binding
 from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.batches.microbatch import make_micro_batches
@@ -293,15 +296,30 @@ def kernel_class(name: str) -> str:
     return next(found, "by number")
 
 
+WAYS = {
+    "": (True, True),
+    ", by operations": (False, True),
+    ", not ahead": (True, False),
+    ", by operations, not ahead": (False, False),
+}
+"""By name, whether a layer's kernels between products are Triton's, and whether the host launches a step ahead."""
+
+
 def decode_step(scale: Scale) -> Iterator[Row]:
-    """Time warm decode steps of the Qwen3-1.7B configuration by number of rows, and their kernels by class."""
+    """Time warm decode steps of the Qwen3-1.7B configuration by number of rows, and their kernels by class.
+
+    As a run decodes, then without the kernels between products, without the host running ahead, and without both.
+    """
     policy: Any = random_qwen3(scale.real, scale.device, torch.bfloat16)
     prompt = Prompt("train/0", tuple(3 + i % 10 for i in range(16 if scale.tiny else 512)), "")
     bytes_per_s = _bandwidth(scale.device, 2**20 if scale.tiny else 2**30)
     warm, timed, traced = (1, 3, 2) if scale.tiny else (20, 60, 20)
-    for rows in (2,) if scale.tiny else (8, 32, 64, 256):
+    all_rows = (2,) if scale.tiny else (8, 32, 64, 256)
+    for (way, (has_kernels, ahead)), rows in itertools.product(WAYS.items(), all_rows):
         lengths: dict[Key, int] = {("train/0", 0, (row,)): warm + timed + traced + 4 for row in range(rows)}
-        generator = slots(policy, make_tokenizer(), rows, lengths)
+        with nullcontext() if has_kernels else mock.patch.object(binding, "layer_kernels", lambda shape: None):
+            generator = slots(policy, make_tokenizer(), rows, lengths)
+        generator.runs_ahead = ahead
         watch = _StepWatch(scale, warm, timed, traced)
         sampling = SamplingParams(max_tokens=max(lengths.values()))
         roll_out(generator, [prompt], rows, sampling, on_step=watch)
@@ -309,7 +327,7 @@ def decode_step(scale: Scale) -> Iterator[Row]:
         least_s = (sum(weight.nbytes for weight in policy.parameters()) + held) / bytes_per_s
         seconds, (milliseconds, kernels) = watch.seconds / timed, watch.by_class()
         yield {
-            "case": f"{rows} rows",
+            "case": f"{rows} rows{way}",
             "ms_a_step": 1e3 * seconds,
             "device_ms_a_step": sum(milliseconds.values()),
             "kernels_a_step": sum(kernels.values()),
@@ -317,7 +335,7 @@ def decode_step(scale: Scale) -> Iterator[Row]:
         }
         for kind in sorted(milliseconds, key=lambda kind: -milliseconds[kind]):
             yield {
-                "case": f"{rows} rows, {kind}",
+                "case": f"{rows} rows{way}: {kind}",
                 "device_ms_a_step": milliseconds[kind],
                 "kernels_a_step": kernels[kind],
             }

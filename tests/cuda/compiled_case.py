@@ -29,6 +29,7 @@ class Case:
         dtype: Theirs, by its name in torch.
         window: How many tokens back a token sees; None for all.
         interpreted: Run in the interpreter, with numbers, and compare them; or else compile to binaries.
+        cap: The limit of scores; None for none.
         rows: Packed rows of other shapes that are attended in forward afterwards, to count compilations.
     """
 
@@ -37,6 +38,7 @@ class Case:
     dtype: str
     window: int | None
     interpreted: bool = False
+    cap: float | None = None
     rows: int = 0
 
 
@@ -68,7 +70,7 @@ def main() -> None:
         mask = prefix_block_mask(labels, case.window, num_tokens) if plain_mask is None else _on_gpu(plain_mask, twins)
         if plain_mask is not None:
             mask.mask_mod = _sees_by(labels, case.window)
-        output = flex_prefix_attention(query, key, value, mask, scaling)
+        output = flex_prefix_attention(query, key, value, mask, scaling, case.cap)
         gradients = torch.autograd.grad(output, inputs, twins.fake(weights))
         found = [twins.real(each) for each in (output, *gradients)] if case.interpreted else []
     figures: dict[str, Any] = {"kernels": [asdict(kernel) for kernel in kernels]}

@@ -97,9 +97,12 @@ def decoded(family: str) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Print one of the two."""
-    what, *names = sys.argv[1:]
-    print(json.dumps(decoded(*names) if what == "decoded" else piecewise(*(getattr(torch, name) for name in names))))
+    """Print what comes of each case, which is a word: what is done, and with what, as in ``pieces-float32-float32``."""
+    found: dict[str, Any] = {}
+    for case in sys.argv[1:]:
+        what, *names = case.split("-")
+        found[case] = decoded(*names) if what == "decoded" else piecewise(*(getattr(torch, name) for name in names))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from lit_grpo.update.advantages.estimator import Advantages
 from lit_grpo.update.learner import Learner
 from lit_grpo.update.learner_settings import LearnerSettings
 from lit_grpo.update.objective.objective import Objective
+from lit_grpo.update.prefix.support import prefix_refusal
 from tests.doubles.pretend_cuda import Ledger, pretend_cuda
 
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), ""), Prompt("c", (7,), "")]
@@ -178,6 +179,7 @@ def check_update(precision: torch.dtype | None = None) -> None:
             return loss(*args, **kwargs)
 
         learner.passes._loss = counted
+        assert prefix_refusal(there) is None  # as at the start of a run, with the trial of its attention
         gpu.reset()
         learner.learn(groups())
         waits = gpu.count("wait") - 1  # for the gradient that this reads

@@ -16,18 +16,18 @@ from lit_grpo.rollout.slots.attention import AttentionInputs, KVLayer, KVShape
 from lit_grpo.rollout.slots.drafts import Draft
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.kv.kernel import attend_rows
-from lit_grpo.rollout.slots.kv.tables import RowTables
+from lit_grpo.rollout.slots.kv.tables import RowAttention, RowTables
 
 HEADS, GROUP, SIZE, MOST_ROWS, MAX_TOKENS, MOST_DRAFTED = 2, 3, 16, 6, 70, 3
 
 
-def main(device: str, num_steps: int) -> None:
-    """Print the largest difference over all steps and layers."""
+def largest_gap(device: str, num_steps: int, attention: RowAttention = attend_rows) -> float:
+    """Return the largest difference over all steps and layers."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     sights = (Sight(), Sight(window=9), Sight(chunk=16))
     layers = tuple(KVLayer(HEADS, SIZE, SIZE, sight) for sight in sights)
     shape = KVShape(layers, dtype, torch.device(device))
-    tables = RowTables(shape, MOST_ROWS * (1 + MOST_DRAFTED), attend_rows)
+    tables = RowTables(shape, MOST_ROWS * (1 + MOST_DRAFTED), attention)
     caches = [SlotCache(shape, MAX_TOKENS, MOST_ROWS, each) for each in (tables, None)]
     numbers, draw = torch.Generator().manual_seed(0), np.random.default_rng(0)
 
@@ -71,10 +71,10 @@ def main(device: str, num_steps: int) -> None:
             columns += draw.integers(0, (draft.tokens_BK >= 0).sum(1) + 1)
         for cache in caches:
             cache.roll_back(columns)
-    print(farthest)
+    return farthest
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    print(largest_gap(sys.argv[1], int(sys.argv[2])))
     sys.stdout.flush()
     os._exit(0)  # the interpreter's threads would be waited for

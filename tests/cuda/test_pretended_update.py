@@ -121,6 +121,7 @@ def test_a_reference_costs_one_wait_more(offload: bool) -> None:
         kept: Any = copy.deepcopy(random_policy())
         reference = Reference(kept, GPU, ReferenceSettings(offload=offload))
         steps_there = KeepsGradients(there)
+        assert prefix_refusal(there) is None  # as at the start of a run, with the trial of its attention
         gpu.reset()
         _, actual = learn(there, steps_there, reference, objective=objective)
         assert gpu.count("wait") == 3, gpu.lines("wait")  # one of them reads the gradient for this test

@@ -13,6 +13,29 @@ from conftest import table_rows
 pytest.importorskip("triton")
 
 
+def test_for_tables_nothing_moves_and_entries_that_are_freed_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the attention of tables in plain operations, beside shelves whose entries close up."""
+    from lit_grpo.rollout.slots.kv.shelves import Shelf
+    from tests.cuda.row_attention_case import largest_gap
+    from tests.doubles.row_attention import attend_by_tables
+
+    add, close, in_holes, moved = Shelf.add, Shelf.close, list[int](), list[int]()
+
+    def adding(shelf: Shelf, *args: int) -> list[int]:
+        in_holes.extend(shelf._holes[: args[0]])
+        return add(shelf, *args)
+
+    def closing(shelf: Shelf) -> dict[int, int]:
+        found = close(shelf)
+        moved.append(len(found))
+        return found
+
+    monkeypatch.setattr(Shelf, "add", adding)
+    monkeypatch.setattr(Shelf, "close", closing)
+    assert largest_gap("cpu", 100, attend_by_tables) < 1e-5
+    assert len(in_holes) > 10 and sum(moved) > 10  # in tables, and on shelves
+
+
 @pytest.mark.parametrize("num_steps", table_rows([2, 12], [2]))  # a step takes the interpreter some seconds
 def test_rows_that_come_grow_and_go_attend_as_by_the_shelves(num_steps: int) -> None:
     root = Path(__file__).parents[2]

@@ -30,10 +30,14 @@ def figures(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("capability", "head_size"), [((8, 0), 64), ((8, 9), 128), ((9, 0), 128)], ids=["A100", "RTX 40 and L4", "H100"]
+    ("capability", "head_size", "cap"),
+    [((8, 0), 64, None), ((8, 9), 128, None), ((9, 0), 128, None), ((9, 0), 128, 50.0)],
+    ids=["A100", "RTX 40 and L4", "H100", "H100, capped scores"],
 )
-def test_masks_and_attention_compile_to_binaries(capability: tuple[int, int], head_size: int) -> None:
-    kernels = figures(Case(capability, head_size, "bfloat16", None))["kernels"]
+def test_masks_and_attention_compile_to_binaries(
+    capability: tuple[int, int], head_size: int, cap: float | None
+) -> None:
+    kernels = figures(Case(capability, head_size, "bfloat16", None, cap=cap))["kernels"]
     assert len(kernels) >= 8
     names = {kernel["name"].partition("fused_")[2] for kernel in kernels if kernel["shared_bytes"]}
     assert {"flex_attention_0", "flex_attention_backward_1"} <= names

@@ -11,10 +11,10 @@ until then the memory holds garbage.
 A CUDA graph is a list of operations: what is recorded can be replayed without the code that made it, on the tensors
 that it had then. Waits and copies from the host are refused during a recording, as CUDA refuses them.
 
-Four things are the CPU's. Autocast casts by the CPU's list of operations. Torch's flash kernels are plain operations
-(``flash_kernels.py``), and count as one launch forward and one backward. FlexAttention is not compiled: its mask is
-made as on a GPU, and attention is computed from that mask with all scores at once. And there is no memory to run out
-of: what the allocator says is given.
+Four things are the CPU's. Autocast casts by the CPU's list of operations. Torch's kernels for attention are plain
+operations (``flash_kernels.py``), and count as one launch forward and one backward. FlexAttention is not compiled: its
+mask is made as on a GPU, and attention is computed from that mask with all scores at once. And there is no memory to
+run out of: what the allocator says is given.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ _NO_KERNEL = {
     *(aten.empty_like.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default),
     *(aten.set_.source_Tensor, aten.resize_.default),
 }
+_ATTENTION = {
+    aten._flash_attention_forward.default: "forward",
+    aten._flash_attention_backward.default: "backward",
+    aten._efficient_attention_forward.default: "efficient_forward",
+    aten._efficient_attention_backward.default: "efficient_backward",
+}
+"""Operations whose kernels are plain operations of ``flash_kernels.py``."""
 _INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
 
 
@@ -237,11 +244,8 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.bmm(left.float(), right.float())
     if func is aten.histc.default:
         return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
-    if func is aten._flash_attention_forward.default:
-        return flash_kernels.forward(*args, **kwargs)
-    if func is aten._flash_attention_backward.default:
-        return flash_kernels.backward(*args, **kwargs)
-    return func(*args, **kwargs)
+    attends = _ATTENTION.get(func)
+    return func(*args, **kwargs) if attends is None else getattr(flash_kernels, attends)(*args, **kwargs)
 
 
 def _again(func: Any, args: Any, kwargs: Any, result: Any) -> Callable[[], None]:
@@ -436,6 +440,13 @@ def _has_flash(asked: Any) -> bool:
     return asked.query.dtype in (torch.float16, torch.bfloat16) and asked.query.shape[-1] <= 256
 
 
+def _has_efficient(asked: Any) -> bool:
+    """Return whether torch's memory-efficient kernels take queries and keys."""
+    multiples = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}
+    same = asked.query.shape == asked.key.shape and not asked.enable_gqa
+    return same and asked.query.dtype in multiples and asked.query.shape[-1] % multiples[asked.query.dtype] == 0
+
+
 def _uncompiled(ledger: Ledger, compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function, of block masks for example, that does without the compiler, and counts one kernel."""
 
@@ -521,7 +532,7 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
 
     ledger = Ledger()
     mode = _Mode(ledger)
-    flash._refusal.cache_clear()  # no trial has been on this GPU
+    flash._chosen.cache_clear()  # no trial has been on this GPU
     patched: dict[Any, dict[str, Any]] = {
         torch.Tensor: _tensor_methods(mode),
         torch.cuda: _cuda_functions(ledger, int(free_gib * 2**30), int(total_gib * 2**30)),
@@ -541,7 +552,7 @@ def pretend_cuda(free_gib: float = 70, total_gib: float = 80) -> Iterator[Ledger
         flex: {"_compiled_mask": lambda: _uncompiled(ledger, flex.create_block_mask)},
         sharing: {"flex_prefix_attention": _dense_attention},
         flash: {"ThreadPoolExecutor": partial(ThreadPoolExecutor, initializer=mode.__enter__)},
-        torch.backends.cuda: {"can_use_flash_attention": _has_flash},
+        torch.backends.cuda: {"can_use_flash_attention": _has_flash, "can_use_efficient_attention": _has_efficient},
     }
     with ExitStack() as stack:
         # transformers would load weights in threads of its own, in which the mode is not

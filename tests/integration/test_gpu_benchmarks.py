@@ -13,7 +13,7 @@ import pytest
 from quick_runs import check_result, run_quick
 
 from benchmarks import gpu
-from benchmarks.gpu_stages import STAGES, kernel_class
+from benchmarks.gpu_stages import STAGES, WAYS, kernel_class
 from benchmarks.report import Options, Row
 
 
@@ -30,10 +30,13 @@ def check_rehearsal(found: dict[tuple[str, str, str], float], outcomes: dict[str
     assert found["slots alive", "with graphs", "same_completions"] == 1
     assert found["slots alive", "with graphs", "gap_to_forward"] < 0.05
     assert found["update alive", "rows", "gradient_off"] < 0.05
-    classes = {case for stage, case, _ in found if stage == "decode step"}
-    assert {"2 rows, products", "2 rows, sampling", "2 rows, copies"} <= classes
-    of_classes = [found["decode step", case, "kernels_a_step"] for case in classes - {"2 rows"}]
-    assert sum(of_classes) == pytest.approx(found["decode step", "2 rows", "kernels_a_step"])
+    cases = {case for stage, case, _ in found if stage == "decode step"}
+    num_kernels = {case: found["decode step", case, "kernels_a_step"] for case in cases}
+    for way in WAYS:
+        assert {f"2 rows{way}: {kind}" for kind in ("products", "sampling", "copies")} <= cases
+        of_classes = [number for case, number in num_kernels.items() if case.startswith(f"2 rows{way}: ")]
+        assert sum(of_classes) == pytest.approx(num_kernels[f"2 rows{way}"])
+    assert num_kernels["2 rows"] != num_kernels["2 rows, by operations"]  # traced on the CPU, where both are operations
     pair = {case for stage, case, _ in found if stage == "the paper's pair"}
     assert pair == {f"G = 4, {name}" for name in ("ours", "full group", "naive", "ours over the others")}
 

@@ -430,7 +430,7 @@ def seldom(completion: str, prompt: str) -> float:
 
 
 def run_with_budget(policy: str, output: Path, replace_flat: int = 0, **trainer_options: Any) -> dict[str, Any]:
-    """Eight batches of four prompts in all, of six that there are, and the last five again from a checkpoint."""
+    """Six batches of four prompts in all, of six that there are, and the last three again from a checkpoint."""
     output = output / f"budget-{replace_flat}"
     output.mkdir(exist_ok=True)
     write_prompts(output, [f"{n}+{n}=" for n in range(6)])
@@ -444,7 +444,7 @@ def run_with_budget(policy: str, output: Path, replace_flat: int = 0, **trainer_
         replacing = f"replace_flat:most={replace_flat}" if replace_flat else None
         plugins = chosen("greso:begin_at=0.3", "balanced:rounds=2,passed=1,failed=1", replacing)
         scheduler = RolloutScheduler(plugins=plugins)
-        own = {"max_steps": 8, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
+        own = {"max_steps": 6, "max_epochs": -1, "limit_val_batches": 0, **trainer_options}
         trainer = make_trainer(scheduler, WeightSync(), scheduling, **own)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         trained = [sorted(key for key, _ in batch) for *_, batch in scheduling.seen]
@@ -667,7 +667,7 @@ def test_two_ranks_ask_the_prompts_and_rounds_of_one_process(
     both = [sorted(own + others) for own, others in zip(first["trained"], second["trained"], strict=True)]
     assert both == expected["trained"]
     assert {len(batch) for batch in both} > {16}  # some groups had further rounds
-    assert len({key[:2] for batch in both for key in batch}) == 8 * 4
+    assert len({key[:2] for batch in both for key in batch}) == 6 * 4
     assert first["records"] == second["records"] and first["records"].keys() == expected["records"].keys()
     torch.testing.assert_close(first["weights"], expected["weights"], rtol=0, atol=2e-5)
     assert relative_error(first["weights"], expected["weights"]) < 2e-6

@@ -435,8 +435,10 @@ class SlotGenerator(Versioned):
             return False
         if (rows.sampled[:num_rows] + 1 >= self._sampling.max_tokens).all():
             return False
+        if is_roomy:
+            return True
         in_use = self._kept.num_tokens + self._cache.allocated_tokens
-        return is_roomy or in_use + self._cache.growth(rows.counts[:num_rows]) <= budget.tokens
+        return in_use + self._cache.growth(rows.counts[:num_rows]) <= budget.tokens
 
     def _prefill_prompts(self, events: StepEvents, ahead: bool) -> list[tuple[Sequence[GroupKey], torch.Tensor]]:
         """Compute what is missing of the prompts of incoming requests: keys and values, and their last hidden states.
@@ -589,7 +591,10 @@ class SlotGenerator(Versioned):
         if draft is not None:
             del step.places[len(draft.tokens_BK) : len(draft.rows_N)]
         sampled_B = self._rows.sampled[first : first + len(step.places)] + num_ahead
-        if shown := np.flatnonzero((sampled_B > 0) & np.isin(sampled_B, self.feature_points)).tolist():
+        is_shown_B = np.zeros(len(sampled_B), dtype=bool)
+        for point in self.feature_points:
+            is_shown_B |= sampled_B == point
+        if shown := np.flatnonzero((sampled_B > 0) & is_shown_B).tolist():
             states_BD = self._to_host(hidden_BD.float())
             step.shown = {step.places[row]: states_BD[step.places[row]] for row in shown}
         if self._device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Attention of packed rows by torch's own flash kernels: a GPU's way in 16 bits, for which nothing is compiled."""
+"""Attention of packed rows by torch's own kernels: a GPU's way, for which nothing is compiled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.decoder import RUN_FAILURES, raise_device_failure
 from lit_grpo.process.terminal import first_line
 from lit_grpo.ranks import Ranks
+from lit_grpo.update.prefix.kernels import KERNELS, Kernels
 from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, piecewise_attention
 from lit_grpo.update.prefix.recurrent import parents_of
 
-_forward, _backward = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
-_TOLERANCE = 0.03  # of the norm of output or gradient, in 16 bits
+_TOLERANCES = {torch.float32: 1e-4}  # of the norm of output or gradient; in 16 bits 0.03
 _TRIAL = (  # two prompts, one of them carried, and a tree
     *(Stretch(0, 0, 150, last=2), Stretch(150, 150, 140, last=1), Stretch(290, 150, 1, last=2)),
     *(Stretch(350, 0, 20, last=6, carried=True), Stretch(291, 20, 30, last=6)),
@@ -119,31 +119,40 @@ def plan_launches(stretches: tuple[Stretch, ...], window: int | None = None) -> 
     return Plan(launches, tensors | {"starts": torch.cat(starts, 1)})
 
 
-def flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Plan, scaling: float, sinks_H: Any = None
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: Plan,
+    scaling: float,
+    sinks_H: Any = None,
+    kernels: Kernels = KERNELS[0],
 ) -> torch.Tensor:
     """Attend launch by launch, and merge the results as :func:`lit_grpo.update.prefix.layout.piecewise_attention` does.
 
     Args:
-        query: Shape (1, heads, T, head size), in bfloat16 or float16; the result has the same.
+        query: Shape (1, heads, T, head size), in a dtype of the kernels; the result has the same.
         key: Shape (1, KV heads, T, head size); fewer KV heads than query heads are shared, not repeated.
         value: Values, of the shape of ``key``.
         plan: Which queries see which keys, on their device.
         scaling: Scores are multiplied by it.
         sinks_H: The score of each head's sink, or None.
+        kernels: What computes each launch.
     """
     rows = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
     rows_THS = [each if each.stride(-1) == 1 else each.contiguous() for each in rows]
-    output_THS: Any = _FlashAttention.apply(*rows_THS, plan, scaling, sinks_H)
+    output_THS: Any = _FusedAttention.apply(*rows_THS, plan, scaling, sinks_H, kernels)
     return output_THS.transpose(0, 1).unsqueeze(0)
 
 
-class _FlashAttention(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, plan: Plan, scaling: float, sinks_H: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: Any, key: Any, value: Any, plan: Plan, scaling: float, sinks_H: Any, kernels: Kernels
+    ) -> torch.Tensor:
         output, logsumexp_HT = query, query
         for number, (launch, keys, starts_2S) in enumerate(plan.each()):
-            some, log_sum_HT, *_ = _forward(
+            some, log_sum_HT, *_ = kernels.forward(
                 query, key[keys], value[keys], *starts_2S, *launch.longest, 0.0, launch.causal, False,
                 scale=scaling, window_size_left=launch.back,
             )  # fmt: skip
@@ -160,7 +169,7 @@ class _FlashAttention(torch.autograd.Function):
             output = output * (logsumexp_HT - joint_HT).exp().T[..., None].to(output.dtype)
             logsumexp_HT = joint_HT
         ctx.save_for_backward(query, key, value, output, logsumexp_HT, sinks_H)
-        ctx.plan, ctx.scaling = plan, scaling
+        ctx.plan, ctx.scaling, ctx.kernels = plan, scaling, kernels
         return output
 
     @staticmethod
@@ -169,7 +178,7 @@ class _FlashAttention(torch.autograd.Function):
         no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         totals, sinks_grad = list[torch.Tensor](), None
         for launch, keys, starts_2S in ctx.plan.each():
-            query_part, *parts = _backward(
+            query_part, *parts = ctx.kernels.backward(
                 gradients[0], query, key[keys], value[keys], output, logsumexp_HT, *starts_2S, *launch.longest,
                 0.0, launch.causal, *no_dropout, scale=ctx.scaling, window_size_left=launch.back,
             )  # fmt: skip
@@ -187,36 +196,44 @@ class _FlashAttention(torch.autograd.Function):
         if sinks_H is not None:
             shares_HT = (sinks_H.to(logsumexp_HT.dtype)[:, None] - logsumexp_HT).exp()
             sinks_grad = -(shares_HT * (gradients[0] * output).sum(-1).T).sum(1).to(sinks_H.dtype)
-        return *totals, None, None, sinks_grad
+        return *totals, None, None, sinks_grad, None
 
 
-def takes_flash(query: torch.Tensor, key: torch.Tensor, cap: float | None) -> bool:
-    """Return whether torch's flash kernels attend here; else a line says once why attention is compiled instead."""
-    return not _refusal(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1], cap is not None)
+def fused_kernels(query: torch.Tensor, key: torch.Tensor, cap: float | None) -> Kernels | None:
+    """Return which of torch's kernels attend here; where none does, a line says once why attention is compiled."""
+    return _chosen(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1], cap is not None)
 
 
 @cache
-def _refusal(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, capped: bool) -> str:
-    """Say, and return, why torch's flash kernels do not attend; torch says so, or a trial beside the CPU's way."""
-    like, cuda = torch.empty((1, heads, 2, size), dtype=dtype, device=device, requires_grad=True), torch.backends.cuda
-    asked = cuda.SDPAParams(like, like[:, :kv_heads], like[:, :kv_heads], None, 0.0, False, heads != kv_heads)
-    why = "their scores have no cap" if capped else ""
-    if not why and (size % 8 or not cuda.can_use_flash_attention(asked)):
-        why = f"they do not take heads of {size} numbers in {dtype} on this device"
-    if not why:
-        try:  # in a thread, for which nothing is kept or counted that runs within a layer
-            with ThreadPoolExecutor(1) as apart:
-                off = apart.submit(_trial, device, dtype, heads, kv_heads, size).result()
-            why = "" if off < _TOLERANCE else f"their results are {off:.1%} off"
-        except RUN_FAILURES as failure:
-            raise_device_failure(failure)
-            why = f"they fail ({first_line(failure)})"
-    if why:
-        Ranks().warn(f"The update compiles its attention, half a minute, and leaves torch's flash kernels: {why}.")
-    return why
+def _chosen(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, capped: bool
+) -> Kernels | None:
+    """Return the first kernels that torch says can run here, and that a trial beside the CPU's way finds right."""
+    refusals = ["their scores have no cap"] if capped else []
+    for kernels in () if capped else KERNELS:
+        why = _refusal(kernels, device, dtype, heads, kv_heads, size)
+        if not why:
+            return kernels
+        refusals.append(f"the {kernels.name} ones {why}")
+    Ranks().warn(f"The update compiles its attention, half a minute, without torch's kernels: {', '.join(refusals)}.")
+    return None
 
 
-def _trial(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> float:
+def _refusal(kernels: Kernels, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> str:
+    """Say why kernels cannot attend."""
+    like = torch.empty((1, heads, 2, size), dtype=dtype, device=device, requires_grad=True)
+    if not kernels.takes(torch.backends.cuda.SDPAParams(like, like, like, None, 0.0, False, False)):
+        return f"do not take heads of {size} numbers in {dtype} on this device"
+    try:  # in a thread, for which nothing is kept or counted that runs within a layer
+        with ThreadPoolExecutor(1) as apart:
+            off = apart.submit(_trial, kernels, device, dtype, heads, kv_heads, size).result()
+        return "" if off < _TOLERANCES.get(dtype, 0.03) else f"are {off:.1%} off"
+    except RUN_FAILURES as failure:
+        raise_device_failure(failure)
+        return f"fail ({first_line(failure)})"
+
+
+def _trial(kernels: Kernels, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> float:
     """Return the largest relative error of outputs and gradients, beside the CPU's way in float32."""
     num_tokens, num_keys = _TRIAL[3].start, _TRIAL[3].start + _TRIAL[3].length
     shapes = [(1, heads, num_tokens, size), *2 * [(1, kv_heads, num_keys, size)], (1, heads, num_tokens, size)]
@@ -225,7 +242,8 @@ def _trial(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     for window in (None, 16):
         there = [each.to(device).requires_grad_() for each in here]
         exact = [each.float().requires_grad_() for each in here]
-        actual = flash_attention(there[0], there[1], there[2], plan_launches(_TRIAL, window).to(device, {}), size**-0.5)
+        plan = plan_launches(_TRIAL, window).to(device, {})
+        actual = fused_attention(there[0], there[1], there[2], plan, size**-0.5, None, kernels)
         expected = piecewise_attention(exact[0], exact[1], exact[2], attention_pieces(_TRIAL, window), size**-0.5)
         found = actual, *torch.autograd.grad(actual, there[:3], there[3])
         wanted = expected, *torch.autograd.grad(expected, exact[:3], exact[3])

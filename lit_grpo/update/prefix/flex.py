@@ -103,5 +103,7 @@ def _compiled_mask() -> Callable[..., BlockMask]:
 
 @cache
 def _compiled() -> Callable[..., object]:
-    # Wrapped, a compiled call is an operation that selective checkpointing sees, and can keep.
-    return torch.compile(flex_attention, dynamic=True, options={"wrap_inductor_compiled_regions": True})
+    # Wrapped, a compiled call is an operation that selective checkpointing sees, and can keep. A cap that is compiled
+    # as an input, as dynamic shapes are, is refused by Inductor.
+    compiled = torch.compile(flex_attention, dynamic=True, options={"wrap_inductor_compiled_regions": True})
+    return torch._dynamo.config.patch(specialize_float=True)(compiled)

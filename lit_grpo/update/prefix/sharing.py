@@ -16,7 +16,7 @@ from lit_grpo.policy.architecture.decoder import attention_name, hidden_states
 from lit_grpo.policy.architecture.states import FOUND, States, state_layers
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.ranks import Ranks
-from lit_grpo.update.prefix.flash import Plan, flash_attention, plan_launches, takes_flash
+from lit_grpo.update.prefix.flash import Plan, fused_attention, fused_kernels, plan_launches
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
 from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, key_labels, piecewise_attention
 from lit_grpo.update.prefix.recurrent import Batches, lay_out_batches, recurrent_layers
@@ -120,11 +120,11 @@ class SharedPrefix:
             key, value = self.carry((layer, "key"), key), self.carry((layer, "value"), value)
         self.calls.append((layer, window))
         if query.device.type != "cpu":
-            if takes_flash(query, key, cap):
+            if (kernels := fused_kernels(query, key, cap)) is not None:
                 if window not in self._plans:
                     plan = plan_launches(tuple(self.stretches), window)
                     self._plans[window] = plan.to(query.device, self._there)
-                return flash_attention(query, key, value, self._plans[window], scaling, sinks_H)
+                return fused_attention(query, key, value, self._plans[window], scaling, sinks_H, kernels)
             if window not in self._masks:
                 self._masks[window] = prefix_block_mask(self._labels(query.device), window, query.shape[2])
             return flex_prefix_attention(query, key, value, self._masks[window], scaling, cap, sinks_H)

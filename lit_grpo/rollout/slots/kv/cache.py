@@ -108,16 +108,18 @@ class SlotCache:
             self.prompts[prompt] = CachedPrompt(room, entry, num_tokens)
         self._read = None
         states = None if self.shape.states is None else RowStates(self.shape.states)
-        return ShelfWriter(self.shape, [ShelfStretch(shelf, slice(entries.start, entries.stop), room)], states=states)
+        where = slice(entries[0], entries[-1] + 1)  # this shelf has no holes
+        return ShelfWriter(self.shape, [ShelfStretch(shelf, where, room)], states=states)
 
     def drop_prompt(self, prompt: Hashable) -> None:
         """Free a prompt that no row uses."""
         dropped = self.prompts.pop(prompt)
         shelf = self._prompt_shelves[dropped.room]
-        moved = shelf.remove(dropped.entry)
+        shelf.remove(dropped.entry)
+        moved = shelf.close()
         for other in self.prompts.values():
-            if (other.room, other.entry) == (dropped.room, moved):
-                other.entry = dropped.entry
+            if other.room == dropped.room:
+                other.entry = moved.get(other.entry, other.entry)
         if shelf.num_entries:
             shelf.trim(_SLACK)
         else:
@@ -162,6 +164,7 @@ class SlotCache:
             num_known: The tokens of each beginning.
         """
         first = self.num_rows
+        self._close()  # so that the entries of its rows are neighbors
         self.admit([prompt] * count)
         for piece in range(1, int(np.searchsorted(self._starts, num_tokens))):
             self._entries[first : self.num_rows, piece] = self._pieces[piece].add(count, self.most_entries)
@@ -200,19 +203,29 @@ class SlotCache:
         return stretches
 
     def remove(self, row: int) -> None:
-        """Free a row, and with the last one all memory: the last one takes its place."""
+        """Free a row, and with the last one all memory: the last one takes its place.
+
+        For tables nothing moves but the row's number; shelves attend to entries without holes.
+        """
         last = self.num_rows = self.num_rows - 1
-        for shelf, entry_of, entry in zip(self._pieces, self._entries.T, self._entries[row].tolist(), strict=True):
+        for shelf, entry in zip(self._pieces, self._entries[row].tolist(), strict=True):
             if entry >= 0:
-                entry_of[entry_of == shelf.remove(entry)] = entry
+                shelf.remove(entry)
         self._entries[row], self._prompt_of[row] = self._entries[last], self._prompt_of[last]
         if self.states is not None and row != last:
             self.states.move(last, row)
         self._entries[last] = -1
         del self._prompt_of[last]
+        if self.tables is None:
+            self._close()
         self._read = None
         if not last:
             self.tighten()
+
+    def _close(self) -> None:
+        """Close the holes that completions have left."""
+        for shelf, entry_of in zip(self._pieces, self._entries.T, strict=True):
+            _follow(shelf.close(), entry_of)
 
     def roll_back(self, columns_B: np.ndarray) -> None:
         """Free pieces that hold nothing but tokens which were tried and wrong, as if none had been.
@@ -220,12 +233,14 @@ class SlotCache:
         Args:
             columns_B: Where the next token of each row stands in its completion.
         """
-        opened_BP = self._entries[: len(columns_B)] >= 0
-        for row, piece in np.argwhere(opened_BP & (self._starts > columns_B[:, None])).tolist():
-            entry_of = self._entries[:, piece]
-            entry = int(entry_of[row])
-            entry_of[entry_of == self._pieces[piece].remove(entry)] = entry
-            entry_of[row], self._read = -1, None
+        is_wrong_BP = (self._entries[: len(columns_B)] >= 0) & (self._starts > columns_B[:, None])
+        if is_wrong_BP.any():
+            for row, piece in np.argwhere(is_wrong_BP).tolist():
+                self._pieces[piece].remove(int(self._entries[row, piece]))
+                self._entries[row, piece] = -1
+            if self.tables is None:
+                self._close()
+            self._read = None
 
     # ---- memory -----------------------------------------------------------------------------------
 
@@ -253,14 +268,15 @@ class SlotCache:
 
     def tighten(self) -> None:
         """Give back all memory that is not in use."""
-        for shelf in (*self._pieces, *self._prompt_shelves.values()):
+        for shelf in self._prompt_shelves.values():
             shelf.trim()
-        if self.states is not None:
-            self._trim_states(0.0)
+        self._trim(0.0)
         self._read = None
 
-    def _trim_states(self, slack: float) -> None:
-        """Give memory of states back, as shelves do."""
+    def _trim(self, slack: float) -> None:
+        """Give memory of completions and of states back."""
+        for shelf, entry_of in zip(self._pieces, self._entries.T, strict=True):
+            _follow(shelf.trim(slack), entry_of)
         if self.states is not None and self._state_room > (1 + slack) * self.num_rows:
             like = {name: tensor[0] for name, tensor in self.states.tensors.items()}
             self._resize_states(self.num_rows + int(self.num_rows * slack / 2), like)
@@ -318,10 +334,7 @@ class SlotCache:
         assert self.tables is not None
         if self._read is not None:
             return {}
-        for shelf in self._pieces:
-            shelf.trim(self._slack)
-        if self.states is not None:
-            self._trim_states(self._slack)
+        self._trim(self._slack)
         self._read = []
         return self.tables.laid_out(
             self._pieces,
@@ -344,10 +357,7 @@ class SlotCache:
             others: As in ``prepare``.
             rows_B: As in ``prepare``.
         """
-        for shelf in self._pieces:
-            shelf.trim(self._slack)
-        if self.states is not None:
-            self._trim_states(self._slack)
+        self._trim(self._slack)
         width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
         self._read = []
         for piece, (start, shelf) in enumerate(zip(self._starts.tolist(), self._pieces, strict=True)):
@@ -417,6 +427,12 @@ class SlotCache:
             start += shelf.width
         assert output is not None
         return output.to(query.dtype).view(rows, heads, 1, -1)
+
+
+def _follow(moved: Mapping[int, int], entry_of: np.ndarray) -> None:
+    """Note in place that entries have moved."""
+    for entry, now in moved.items():
+        entry_of[entry_of == entry] = now
 
 
 def kv_budget_bytes(budget: MemoryAmount, policy: PreTrainedModel) -> int:

@@ -18,9 +18,10 @@ _CAST_NUMBERS = 2**18
 class Shelf:
     """Entries of ``num_tokens`` tokens each, and the attention of a decode step's rows to them.
 
-    Entries in use are the first ones, without holes. ``keys[layer]`` and ``values[layer]`` have shape (room, KV heads,
-    num_tokens, key or value size). They are separate tensors so that growing, which copies, needs the memory of one
-    layer twice and not of all.
+    Entries in use are the first ones; those that are freed are holes, until others take them or :meth:`close` does.
+    ``keys[layer]`` and ``values[layer]`` have shape (room, KV heads, num_tokens, key or value size). They are separate
+    tensors so that growing, which copies, needs the memory of one layer twice and not of all. ``pointers`` says where
+    they lie: of each layer the keys, then the values.
 
     Attention is batched products over this contiguous memory. An entry is read by one row (a piece of a completion) or
     by several (a prompt): their queries stand side by side, so that the keys are read once for all of them. A *line* is
@@ -42,6 +43,8 @@ class Shelf:
             no_entries = torch.empty((0, layer.num_heads, num_tokens, 0), dtype=shape.dtype, device=shape.device)
             self.keys.append(no_entries.new_empty((*no_entries.shape[:3], layer.key_size)))
             self.values.append(no_entries.new_empty((*no_entries.shape[:3], layer.value_size)))
+        self.pointers = np.zeros(2 * len(shape.layers), dtype=np.int64)
+        self._holes: list[int] = []
         self.width = self._num_read = self._per_entry = 0
         self.targets: dict[int, Any] = {}
         """Where rows write their next tokens, by number of KV heads: an array, and a tensor once it has been copied."""
@@ -60,25 +63,44 @@ class Shelf:
             return self.room
         return max(num_entries, min(num_entries + num_entries // 8, most_entries))
 
-    def add(self, num_entries: int, most_entries: int = 0) -> range:
-        """Take entries into use, at the end; return their numbers. Up to ``most_entries`` room grows ahead of need."""
-        first, self.num_entries = self.num_entries, self.num_entries + num_entries
+    def add(self, num_entries: int, most_entries: int = 0) -> list[int]:
+        """Take entries into use, holes first, then at the end; return their numbers.
+
+        Up to ``most_entries`` room grows ahead of need.
+        """
+        entries, end = self._holes[:num_entries], self.num_entries + len(self._holes)
+        del self._holes[:num_entries]
+        self.num_entries += num_entries
         self._resize(self.room_for(self.num_entries, most_entries))
-        return range(first, self.num_entries)
+        return [*entries, *range(end, end + num_entries - len(entries))]
 
-    def remove(self, entry: int) -> int:
-        """Free an entry: the last one takes its place. Returns the number that the moved entry had."""
+    def remove(self, entry: int) -> None:
+        """Free an entry."""
+        self._holes.append(entry)
         self.num_entries -= 1
-        last = self.num_entries
-        if entry != last:
-            for tensor in (*self.keys, *self.values):
-                tensor[entry] = tensor[last]
-        return last
 
-    def trim(self, slack: float = 0.0) -> None:
-        """Give memory back: all that is not used, or half of it where more than ``slack`` of what is used is not."""
-        if self.room > (1 + slack) * self.num_entries:
-            self._resize(self.num_entries + int(self.num_entries * slack / 2))
+    def close(self) -> dict[int, int]:
+        """Have the last entries take the place of holes; return the new number of each by its old one."""
+        last = range(self.num_entries, self.num_entries + len(self._holes))
+        holes = [hole for hole in self._holes if hole < self.num_entries]
+        moved = dict(zip((entry for entry in last if entry not in self._holes), holes, strict=True))
+        for entry, hole in moved.items():
+            for tensor in (*self.keys, *self.values):
+                tensor[hole] = tensor[entry]
+        self._holes.clear()
+        return moved
+
+    def trim(self, slack: float = 0.0) -> dict[int, int]:
+        """Give memory back: all that is not used, or half of it where more than ``slack`` of what is used is not.
+
+        Returns:
+            Which entries have moved for it, as :meth:`close` does.
+        """
+        if self.room <= (1 + slack) * self.num_entries:
+            return {}
+        moved = self.close()
+        self._resize(self.num_entries + int(self.num_entries * slack / 2))
+        return moved
 
     def _resize(self, room: int) -> None:
         if room == self.room:
@@ -89,6 +111,8 @@ class Shelf:
                 new = tensors[layer] = old.new_empty((room, *old.shape[1:]))
                 new[:kept] = old[:kept]
                 new[kept:] = 0  # because what is masked is multiplied by zero, and memory may hold NaN
+        for first, tensors in enumerate((self.keys, self.values)):
+            self.pointers[first::2] = [tensor.data_ptr() for tensor in tensors]
 
     def tokens_of(self, entry: int, num_tokens: int) -> list[torch.Tensor]:
         """The first keys of an entry by layer, then its values, shape (KV heads, tokens, size) each, no copies."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _FIRST_ROOM = 64
 """Columns of each table at first: enough for most runs, since a table that grows costs all recordings."""
+_LAID_OUT = ("segments", "bounds", "sizes", "pointers")
 RowAttention = Callable[["RowTables", int, AttentionInputs, torch.Tensor], None]
 """Attends as :func:`lit_grpo.rollout.slots.kv.kernel.attend_rows` does."""
 
@@ -53,6 +54,7 @@ class RowTables:
             torch.zeros(size, dtype=torch.int32, device=shape.device)
             for size in ((most_rows, _FIRST_ROOM), (_FIRST_ROOM,), (_FIRST_ROOM,))
         )
+        self._of_shelves, self._awaited = list[np.ndarray](), list[np.ndarray]()  # what is there, and on its way
         self.pointers = torch.zeros((2 * len(shape.layers), _FIRST_ROOM), dtype=torch.int64, device=shape.device)
 
     @property
@@ -71,6 +73,8 @@ class RowTables:
     ) -> dict[str, np.ndarray]:
         """Return what the tables are to hold, after rows, pieces or prompts have come, gone or moved.
 
+        That is of shelves nothing if they are what they were.
+
         Args:
             pieces: The shelves of pieces.
             prompts: Those of prompts, by room.
@@ -81,22 +85,18 @@ class RowTables:
         shelves = [*pieces, *prompts.values()]
         number_of = {room: len(pieces) + index for index, room in enumerate(prompts)}
         segments = np.empty((len(entries), 3 + 2 * len(pieces)), dtype=np.int32)
-        segments[:, 0] = [tokens for _, _, tokens in prompt_of]
-        segments[:, 1] = [number_of[room] for room, _, _ in prompt_of]
-        segments[:, 2] = [entry for _, entry, _ in prompt_of]
+        segments[:, :3] = [(tokens, number_of[room], entry) for room, entry, tokens in prompt_of]
         segments[:, 3::2] = np.arange(len(pieces))
         segments[:, 4::2] = entries
-        pointers = [
-            [getattr(shelf, kind)[layer].data_ptr() for shelf in shelves]
-            for layer in range(len(self.shape.layers))
-            for kind in ("keys", "values")
-        ]
-        return {
-            "segments": segments,
+        of_shelves = {
             "bounds": np.array([len(pieces), *starts], dtype=np.int32),
             "sizes": np.array([shelf.num_tokens for shelf in shelves], dtype=np.int32),
-            "pointers": np.array(pointers, dtype=np.int64),
+            "pointers": np.stack([shelf.pointers for shelf in shelves], 1),
         }
+        if self._of_shelves and all(map(np.array_equal, of_shelves.values(), self._of_shelves)):
+            return {"segments": segments}
+        self._awaited = [*of_shelves.values()]
+        return {"segments": segments} | of_shelves
 
     def take(self, there: dict[str, torch.Tensor], num_rows: int) -> None:
         """Take the columns of the rows from what has been copied to the device, and what has been laid out again.
@@ -109,14 +109,17 @@ class RowTables:
         if num_rows < self._num_used:
             self.columns[num_rows : self._num_used] = -1
         self._num_used = num_rows
-        if "segments" in there:
-            for name in ("segments", "bounds", "sizes", "pointers"):
-                new, table = there.pop(name), getattr(self, name)
-                if new.shape[-1] > table.shape[-1]:
-                    room = 2 * new.shape[-1]
-                    table = new.new_zeros((*table.shape[:-1], room))
-                    setattr(self, name, table)
-                table[tuple(slice(size) for size in new.shape)] = new
+        if "pointers" in there:
+            self._of_shelves = self._awaited
+        for name in _LAID_OUT:
+            if name not in there:
+                continue
+            new, table = there.pop(name), getattr(self, name)
+            if new.shape[-1] > table.shape[-1]:
+                room = 2 * new.shape[-1]
+                table = new.new_zeros((*table.shape[:-1], room))
+                setattr(self, name, table)
+            table[tuple(slice(size) for size in new.shape)] = new
         self.columns[:num_rows] = there.pop("columns")
 
     def attend(self, layer: int, inputs: AttentionInputs) -> torch.Tensor:
