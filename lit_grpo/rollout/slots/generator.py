@@ -605,13 +605,14 @@ class SlotGenerator(Versioned):
         """Give rows what they tried and got right; free those that a token has ended, or that are at their limit."""
         rows, sampling = self._rows, self._sampling
         stopped_B, accepted_B = np.zeros(len(tokens_B), dtype=bool), np.zeros(len(tokens_B), dtype=np.int64)
-        with_new_token: Iterable[np.ndarray] = [np.arange(len(tokens_B))]
+        with_new_token: Iterable[np.ndarray | slice] = [slice(None)]  # all rows
         if step.draft is not None:
             with_new_token = rows.take_drafted(step, tokens_B, stopped_B, accepted_B)
         for rows_N in with_new_token:
             stopped_B[rows_N] = (tokens_B[rows_N, None] == self._eos_ids).any(-1)
             if sampling.stop:
-                stopped_B[rows_N] |= rows.with_stop_string(rows_N, sampling.stop, self._tokenizer)
+                numbers_N = np.arange(len(tokens_B))[rows_N]
+                stopped_B[rows_N] |= rows.with_stop_string(numbers_N, sampling.stop, self._tokenizer)
         if self._drafter is not None:
             self._cache.roll_back(rows.counts[: len(tokens_B)] - 1)
             self._drafter.took(rows, step, accepted_B)
