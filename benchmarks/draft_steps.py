@@ -1,16 +1,20 @@
 """Steps and modeled seconds of whole rollouts by the default plan, by drafts, and by both, over first come.
 
-Completions of a chat model with their token ids (``benchmarks/traces/answers.jsonl``) are decoded again from the
-record, in slots of which there are twice as many as completions, half and a sixteenth. Predicted lengths have errors
-of 0.35 in the logarithm. Drafts come from the same source as those of the slots: from what each completion and its
-siblings have come to at that moment, and from the prompt's last visit. A drafted token that equals the recorded one is
-the one that would have been sampled. Either each row tries a fixed number of tokens, or what is worth the price of a
-step on an H100.
+Completions of a chat model with their token ids (``benchmarks/traces/answers.jsonl``: the first visit of some prompts,
+and their second one after training) are decoded again from the record, in slots of which there are twice as many as
+completions, half and a sixteenth. Drafts come from the same source as those of the slots: from what each completion
+and its siblings have come to at that moment, and from the prompt's last visit. A drafted token that equals the recorded
+one is the one that would have been sampled. Either each row tries a fixed number of tokens, or what is worth the price
+of a step on an H100.
+
+More than half of the recorded completions end at their limit, so that they have no long tail. Rows with *drawn* lengths
+have one: each completion is cut to a length of the family ``lognormal_heavy``, with a longest of about the limit; what
+is drafted and accepted is recorded as before. Predicted lengths have errors of 0.35 in the logarithm.
 
 Seconds are modeled, by that price (``DEVICES`` of ``lit_grpo.tools.simulation.drafts`` says of what model and where its
-parts were measured): nothing here was timed. The price is of up to 64 rows; more are extrapolated.
+parts were measured): nothing here was timed.
 
-With ``--policy`` the completions are recorded anew: two visits of the prompts below, at temperature 1.
+With ``--policy`` the completions are recorded anew (``recorded_rollouts``), or read from a folder with such a record.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,90 +34,79 @@ from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
 from lit_grpo.tools.simulation import Engine, Schedule, Trace, load_trace, simulate
 from lit_grpo.tools.simulation.drafts import DEVICES, DraftingReplay
 from lit_grpo.tools.simulation.known import lengths_of
+from lit_grpo.tools.simulation.traces import synthetic_lengths
 
 RECORDED = ROOT / "benchmarks" / "traces" / "answers.jsonl"
 PLAN, NOISE, DEVICE = "short_last", 0.35, "h100"
 OVER_SLOTS = (0.5, 2.0, 16.0)
 DRAFTS = (3, 7, "auto")
 TARGET = 0.7
-GROUP, LIMIT = 8, 512
-TASK = " Solve it step by step, and end with the answer."
-QUESTIONS = (
-    "A baker makes 24 rolls an hour for 5 hours and sells them in bags of 6 for 3 dollars a bag. What does he earn?",
-    "A train leaves at 9:40 and arrives at 13:15. It stops for 25 minutes in all. How long does it move?",
-    "Anna is twice as old as Ben. In 6 years they will be 42 together. How old is each of them now?",
-    "A tank holds 240 liters. One pipe fills it in 6 hours, another in 4 hours. How long do both take together?",
-    "Tom reads 18 pages a day and has 45 pages left on the morning of day 6. How many pages does the book have?",
-    "A shirt costs 40 dollars. It is reduced by 25%, and then by another 10%. What does it cost in the end?",
-    "Three friends share 96 marbles in the ratio 3 to 4 to 5. How many does each of them get?",
-    "A rectangle is 4 cm longer than it is wide, and its perimeter is 48 cm. What is its area?",
-    "Maria saves 15 dollars a week and has spent 62 dollars after 10 weeks. How many weeks until she has 200 dollars?",
-    "A car needs 7 liters for 100 km. Fuel costs 1.80 dollars a liter. What does a trip of 350 km and back cost?",
-    "In a class of 30, 18 play football, 12 play chess, and 5 play neither. How many play both?",
-    "A number is multiplied by 3, then 8 is taken away, and the result is halved. That gives 11. What is the number?",
-)
+LENGTHS = ("recorded", "drawn")
+VISITS = ("before, first visit", "after, second visit")
 
 
 def main(options: Options) -> int:
-    """Decode all visits one after another, so that later ones draft from earlier ones."""
+    """Decode both visits one after another, so that the later one drafts from the earlier one."""
     if options.policy is not None:
         record(options.policy)
-    trace = load_trace(str(RECORDED))
-    batches = trace.batches()[:1] if options.quick else trace.batches()
-    ratios = OVER_SLOTS[1:2] if options.quick else OVER_SLOTS
-    rows = [row for ratio in ratios for row in measure(batches, ratio)]
-    lengths = np.concatenate([batch.lengths for batch in batches])
-    settings: Row = {
-        "completions of a batch": len(batches[0]),
-        "batches": len(batches),
-        "mean tokens": round(float(lengths.mean()), 1),
-        "longest": int(lengths.max()),
-        "at the limit": round(float((lengths == lengths.max()).mean()), 3),
-        "device": DEVICE,
-        "plan": PLAN,
-        "noise": NOISE,
-    }
+    recorded = load_trace(str(RECORDED)).batches()
+    recorded = recorded[:1] if options.quick else recorded
+    rows: list[Row] = []
+    for lengths in LENGTHS:
+        batches = recorded if lengths == "recorded" else [cut(batch, seed) for seed, batch in enumerate(recorded)]
+        for ratio in OVER_SLOTS[1:2] if options.quick else OVER_SLOTS:
+            rows += [{"lengths": lengths} | row for row in measure(batches, ratio)]
+    settings: Row = {"completions of a visit": len(recorded[0]), "visits": len(recorded)}
+    for name, batches in (("recorded", recorded), ("drawn", [cut(each, seed) for seed, each in enumerate(recorded)])):
+        tokens = np.concatenate([batch.lengths for batch in batches])
+        settings |= {f"mean tokens, {name}": round(float(tokens.mean()), 1), f"longest, {name}": int(tokens.max())}
+        settings[f"at the longest, {name}"] = round(float((tokens == tokens.max()).mean()), 3)
+    settings |= {"device": DEVICE, "plan": PLAN, "noise": NOISE}
     return finish("draft_steps", options, settings, rows, _claims(rows))
 
 
 def record(name: str) -> None:
-    """Sample the completions, and write them down visit by visit; tokens are numbered in the order of their coming."""
-    import torch
+    """Write the trace; tokens are numbered in the order of their coming, which makes the file smaller."""
+    from benchmarks.recorded_rollouts import read_prompts, read_rollout
 
-    from benchmarks.rollouts import slots
-    from lit_grpo.data.chat import render_chat
-    from lit_grpo.data.control import ControlTokens
-    from lit_grpo.policy import load_policy, load_tokenizer
-    from lit_grpo.policy.named import resolve_policy
-    from lit_grpo.rollout.loop import RolloutLoop
-    from lit_grpo.types import Prompt, SamplingParams
+    folder = Path(name)
+    if not (folder / "prompts.json").exists():
+        from benchmarks.drafts_gate import GIVEN
+        from benchmarks.recorded_rollouts import Recording
+        from benchmarks.recorded_rollouts import record as record_rollouts
 
-    place = resolve_policy(name)
-    policy, tokenizer = load_policy(place), load_tokenizer(place)
+        folder = ROOT / "runs" / "draft_steps"
+        record_rollouts(Recording(name, **GIVEN), folder)
     numbers: dict[int, int] = {}
-    RECORDED.write_text("")
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        loop = RolloutLoop(slots(policy, tokenizer, len(QUESTIONS) * GROUP))
-        for visit in range(2):
-            prompts = []
-            for number, question in enumerate(QUESTIONS):
-                text = render_chat([{"role": "user", "content": question + TASK}], tokenizer, {})
-                token_ids = ControlTokens.of(tokenizer).encode(text, add_special_tokens=False)
-                prompts.append(Prompt(f"train/{number}", tuple(token_ids), text, visit=visit))
-            groups, stats = loop.collect(prompts, GROUP, SamplingParams(max_tokens=LIMIT), seed=0)
-            note(f"visit {visit}: {stats.num_tokens} tokens, {stats.num_steps} steps, {stats.rollout_s:.0f} s")
-            with RECORDED.open("a") as file:
-                for group in groups:
-                    for rollout in group.rollouts:
-                        (prompt_id, _, path), tokens = rollout.completion.request.key, rollout.completion.sampled_ids
-                        row: dict[str, Any] = {"step": visit, "prompt_id": prompt_id, "visit": visit}
-                        row |= {"sample_id": path[0], "prompt_tokens": len(group.prompt.token_ids)}
-                        row["tokens"] = len(tokens)
-                        if not path[0]:
-                            prompt_ids = group.prompt.token_ids
-                            row["prompt_token_ids"] = [numbers.setdefault(each, len(numbers)) for each in prompt_ids]
-                        row["token_ids"] = [numbers.setdefault(each, len(numbers)) for each in tokens]
-                        file.write(json.dumps(row, separators=(",", ":")) + "\n")
+    with RECORDED.open("w") as file:
+        for visit, rollout in enumerate(VISITS):
+            prompts, shown = read_prompts(folder), set[str]()
+            for each in read_rollout(folder, rollout):
+                prompt_ids = prompts[each.prompt]
+                row: dict[str, Any] = {
+                    "step": visit,
+                    "prompt_id": each.prompt,
+                    "visit": visit,
+                    "sample_id": each.sample,
+                }
+                row |= {"prompt_tokens": len(prompt_ids), "tokens": len(each.token_ids)}
+                if each.prompt not in shown:
+                    row["prompt_token_ids"] = [numbers.setdefault(token, len(numbers)) for token in prompt_ids]
+                    shown.add(each.prompt)
+                row["token_ids"] = [numbers.setdefault(token, len(numbers)) for token in each.token_ids]
+                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+def cut(trace: Trace, seed: int) -> Trace:
+    """Return the completions cut to lengths of a family with a long tail."""
+    assert trace.texts is not None
+    limit = int(trace.lengths.max())
+    drawn = synthetic_lengths("lognormal_heavy", len(trace), 1, limit, np.random.default_rng(seed))[:, 0]
+    lengths = np.minimum(drawn, trace.lengths)
+    longest = int(np.argmax(np.where(trace.lengths == limit, drawn, 0)))
+    lengths[longest] = limit
+    texts = [(prompt, own[:length]) for (prompt, own), length in zip(trace.texts, lengths.tolist(), strict=True)]
+    return replace(trace, lengths=lengths, texts=texts)
 
 
 def measure(batches: Sequence[Trace], ratio: float) -> list[Row]:
@@ -120,16 +115,16 @@ def measure(batches: Sequence[Trace], ratio: float) -> list[Row]:
     plain = {plan: _decode(batches, plan, engine, None) for plan in ("fcfs", PLAN)}
     steps, seconds = _totals(plain["fcfs"])
     for drafts in DRAFTS:
-        row: Row = {"completions over slots": ratio, "slots": engine.num_slots, "drafts": drafts, "fcfs steps": steps}
+        row: Row = {"over slots": ratio, "slots": engine.num_slots, "drafts": drafts, "fcfs steps": steps}
         row["fcfs h100 s"] = seconds
         drafted = {plan: _decode(batches, plan, engine, drafts) for plan in plain}
         for name, schedules in {"plan": plain[PLAN], "drafts": drafted["fcfs"], "both": drafted[PLAN]}.items():
             own_steps, own_seconds = _totals(schedules)
             row |= {f"{name} steps": own_steps / steps, f"{name} s": own_seconds / seconds}
-        work = np.concatenate([schedule.work for schedule in drafted[PLAN]])
+        row_steps, tried = (np.concatenate([each.work for each in drafted[PLAN]])[:, [0, 2]].sum(0)).tolist()
         tokens = sum(int(batch.lengths.sum()) for batch in batches)
-        row["tokens a step"] = tokens / float((work[:, 0] - work[:, 2]).sum())
-        row["drafted over accepted"] = float(work[:, 2].sum()) / max(tokens - float((work[:, 0] - work[:, 2]).sum()), 1)
+        row["tokens a step"] = tokens / (row_steps - tried)
+        row["drafted over accepted"] = tried / max(tokens - row_steps + tried, 1)
         rows.append(row)
         note(str(row))
     return rows
@@ -154,8 +149,8 @@ def _totals(schedules: Sequence[Schedule]) -> tuple[int, float]:
 def _claims(rows: Sequence[Row]) -> list[Claim]:
     claims = []
     for row in rows:
-        name = f"{row['completions over slots']} times the slots, drafts {row['drafts']}"
-        if row["drafts"] == 7 and float(row["completions over slots"]) <= 2:
+        name = f"{row['lengths']} lengths, {row['over slots']} times the slots, drafts {row['drafts']}"
+        if row["drafts"] == 7 and float(row["over slots"]) <= 2:
             claims.append(Claim(f"{name}: steps with both over first come", float(row["both steps"]), "<=", TARGET))
         if row["drafts"] == "auto":
             text = f"{name}: modeled seconds with both over the plan's"

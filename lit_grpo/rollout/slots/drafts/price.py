@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 LONGEST_S = 1e6
 MOST_DRAFTED = 8
 """The most tokens that a row tries in a step."""
-_FADE = 0.998  # of counts in each step: half of what was seen 350 steps ago
+_FADE = 0.998  # of counts by source in each step: half of what was seen 350 steps ago
+_RECENT = 0.93  # of what rows got: half of 10 steps ago, since a completion's beginning is not like its end
 _MATCHES = (3, 4, 6, 8)  # lengths of a match at which another count begins
 
 
@@ -149,8 +150,8 @@ class PricedDrafter(SuffixDrafter):
 
     Two things are learned. By source and length of the match, the fraction of tokens that are accepted: the mean of a
     Beta distribution that begins as Beta(1, 1). And for all rows that are asked for drafts, those with no proposal
-    among them, the tokens that come of it, in the tail and before. Counts fade with every step, so that a policy that
-    changes is followed, and drafts that were not worth their price are tried again.
+    among them, the tokens that come of it, in the tail and before. Counts fade with every step, the latter soon, so
+    that a policy that changes is followed, and drafts that were not worth their price are tried again.
 
     Args:
         num_slots: Completions that decode at a time; while fewer do, none waits for a slot.
@@ -217,7 +218,7 @@ class PricedDrafter(SuffixDrafter):
 
     def took(self, rows: TokenRows, step: SampledStep, accepted_B: np.ndarray) -> dict[str, int]:
         """Learn from a step; of a draft, tokens after the first one rejected count not."""
-        self._asked *= _FADE
+        self._asked *= _RECENT
         for counts in self._counts.values():
             counts[:] = counts[0] * _FADE, counts[1] * _FADE
         if self._num_asked:
