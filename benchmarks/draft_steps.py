@@ -14,7 +14,7 @@ is drafted and accepted is recorded as before. Predicted lengths have errors of 
 Seconds are modeled, by that price (``DEVICES`` of ``lit_grpo.tools.simulation.drafts`` says of what model and where its
 parts were measured): nothing here was timed.
 
-With ``--policy`` the completions are recorded anew (``recorded_rollouts``), or read from a folder with such a record.
+With ``--policy`` the completions are recorded again (``recorded_rollouts``), or read from a folder with such a record.
 """
 
 from __future__ import annotations
