@@ -108,7 +108,7 @@ def _rows(step: int, batch: PromptBatch, with_tokens: bool) -> list[dict[str, An
             "predicted": None if predicted is None else round(predicted, 1),
         }
         if with_tokens:
-            row["token_ids"] = completion.sampled_ids.tolist()
+            row["token_ids"] = completion.sampled_ids
             if completion.request.group not in shown:
                 row["prompt_token_ids"] = list(prompt.token_ids)
                 shown.add(completion.request.group)

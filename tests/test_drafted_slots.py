@@ -49,8 +49,7 @@ class Guesses:
         self.most_tokens, self.known, self.draw = most_tokens, known, random.Random(seed)
         self.took_part: list[tuple[int, int]] = []
 
-    def expect(self, *_: Any) -> None:
-        """Nothing."""
+    def expect(self, requests: Any, expected: Any) -> None: ...
 
     def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
         """Sometimes nothing, so that a step may be launched ahead; and what may not be tried."""

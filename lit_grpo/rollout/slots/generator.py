@@ -139,7 +139,7 @@ class SlotGenerator(Versioned):
             from lit_grpo.rollout.slots.drafts.price import MOST_DRAFTED
             from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
 
-            self._drafter = SuffixDrafter(MOST_DRAFTED if self.drafts == "auto" else self.drafts)
+            self._drafter = SuffixDrafter(self.drafts if isinstance(self.drafts, int) else MOST_DRAFTED)
             most_queries = max(most_queries, min(most_queries * (1 + self._drafter.most_tokens), MOST_QUERIES))
         self._most_queries = most_queries
         if self._fused is not None and attention is not None:

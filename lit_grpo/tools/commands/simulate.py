@@ -254,6 +254,7 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
         if options.drafts is not None:
             cost = options.step_cost or DEVICES.get(options.device)
             if options.drafts == "auto":
+                assert cost is not None
                 drafter: SuffixDrafter = PricedDrafter(engine.num_slots, cost)
             else:
                 drafter = SuffixDrafter(options.drafts)

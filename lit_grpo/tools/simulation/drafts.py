@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from lit_grpo.tools.simulation.traces import LARGEST, Trace
 from lit_grpo.types import GroupKey, Key, Prompt, Request, StepEvents
 
 MOST_QUERIES = 256
+"""As in ``lit_grpo.rollout.slots.generator``, which brings torch."""
+_NOTHING: Any = None  # of the device, where these drafts do not look
 
 DEVICES = {"h100": StepCost(3.65e-3, 7.1e-6, 25e-6 / 612, wait_s=0.61e-3, wait_row_s=47e-6)}
 """Costs of decode steps by device, from ``benchmarks/results/gpu-2026-11-27.json``.
@@ -50,7 +52,8 @@ class DraftingReplay(ReplayGenerator):
             raise ValueError("Drafts are tried while memory is no concern: give --drafts or --kv_tokens, not both.")
         super().__init__(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
         self._drafter = drafter
-        self._seen = _SeenRows({key: text for key, (_, text) in zip(trace.keys, trace.texts, strict=True)})
+        texts = {key: text for key, (_, text) in zip(trace.keys, trace.texts, strict=True)}
+        self._seen: Any = _SeenRows(texts)  # in the place of the slots' TokenRows
         self._prompts = {key: tuple(prompt) for key, (prompt, _) in zip(trace.keys, trace.texts, strict=True)}
         most = min(engine.num_slots * (1 + drafter.most_tokens), MOST_QUERIES)
         self._most_queries = max(engine.num_slots, most)
@@ -100,7 +103,7 @@ class DraftingReplay(ReplayGenerator):
         events = super().step()
         seen.counts = seen.sampled = seen.counts + 1
         seen.counts[:num_decoded] += self._tried.accepted_B
-        self._drafter.took(seen, None, self._tried.accepted_B)
+        self._drafter.took(seen, _NOTHING, self._tried.accepted_B)
         ended = {completion.request.key for completion in events.finished}
         for row in reversed(range(len(seen.requests))):
             if seen.requests[row].key in ended:
@@ -127,8 +130,8 @@ class DraftingReplay(ReplayGenerator):
         most_B = np.minimum(most_B, np.maximum(np.minimum(ahead_B, limits_B) - sampled_B - 1, 0))
         most_B = np.minimum(most_B, np.maximum(room - np.cumsum(most_B) + most_B, 0))
         accepted_B, tried_B = np.zeros((2, num_decoded), dtype=np.int64)
-        waits, nothing = bool(most_B.any()), cast(Any, None)  # no cache, which these drafts do not read
-        for row, drafted in enumerate(self._drafter.draft(seen, most_B, nothing, nothing) if waits else ()):
+        waits = bool(most_B.any())
+        for row, drafted in enumerate(self._drafter.draft(seen, most_B, _NOTHING, _NOTHING) if waits else ()):
             tried_B[row] = len(drafted)
             accepted_B[row] = _num_right(drafted, seen.texts[seen.requests[row].key][sampled_B[row] :])
         prompts_B = np.array([len(request.prompt.token_ids) for request in seen.requests[:num_decoded]], dtype=np.int64)
