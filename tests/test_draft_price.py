@@ -182,14 +182,15 @@ def sampled(generator: SlotGenerator, seed: int = 0) -> tuple[list[list[int]], R
     return [completion.token_ids_T.tolist() for completion in completions], stats
 
 
-def test_a_price_is_measured_before_the_first_rollout_and_leaves_nothing(policy_folder: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_price_is_measured_before_the_first_rollout_and_leaves_nothing(policy_folder: Path, ahead: bool) -> None:
     """As on a GPU: on a CPU nothing is measured, and nothing drafted."""
     plain = slots(policy_folder, "auto")
     assert plain._drafter is None
     expected, stats = sampled(plain)
     assert stats.num_drafted == 0 and not any("draft" in name or "accepted" in name for name in stats.metrics())
     generator = slots(policy_folder, "auto")
-    generator._is_unpriced = True
+    generator._is_unpriced, generator.runs_ahead = True, ahead
     token_ids, _ = sampled(generator)
     assert token_ids == expected
     drafter = generator._drafter
