@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,12 +98,10 @@ class DraftingReplay(ReplayGenerator):
                 seen.requests.append(replace(request, prompt=replace(request.prompt, token_ids=prompt_ids)))
                 seen.counts = seen.sampled = np.append(seen.counts, num_tokens)
         self._incoming = []
-        num_decoded = int((seen.counts > 0).sum())
-        self._tried = self._try(num_decoded)
         events = super().step()
         seen.counts = seen.sampled = seen.counts + 1
-        seen.counts[:num_decoded] += self._tried.accepted_B
-        self._drafter.took(seen, _NOTHING, self._tried.accepted_B)
+        seen.counts[: len(self._accepted_B)] += self._accepted_B
+        self._drafter.took(seen, _NOTHING, self._accepted_B)
         ended = {completion.request.key for completion in events.finished}
         for row in reversed(range(len(seen.requests))):
             if seen.requests[row].key in ended:
@@ -119,9 +117,10 @@ class DraftingReplay(ReplayGenerator):
         del seen.requests[-1]
         seen.counts = seen.sampled = seen.counts[:-1]
 
-    def _try(self, num_decoded: int) -> _Tried:
+    def _drafted(self) -> tuple[dict[Key, int], int, int, bool]:
         """Try drafts in the rows that have a token, as :class:`SlotGenerator` does."""
-        seen, sampled_B = self._seen, self._seen.sampled[:num_decoded]
+        seen, num_decoded = self._seen, int((self._seen.counts > 0).sum())
+        sampled_B = seen.sampled[:num_decoded]
         limits_B = np.array([request.sampling.max_tokens for request in seen.requests[:num_decoded]], dtype=np.int64)
         points = np.array(sorted(self.feature_points), dtype=np.int64)
         ahead_B = np.append(points, LARGEST)[np.searchsorted(points, sampled_B)]
@@ -136,25 +135,12 @@ class DraftingReplay(ReplayGenerator):
             accepted_B[row] = _num_right(drafted, seen.texts[seen.requests[row].key][sampled_B[row] :])
         prompts_B = np.array([len(request.prompt.token_ids) for request in seen.requests[:num_decoded]], dtype=np.int64)
         num_read = int((tried_B * (prompts_B + sampled_B + 1) + tried_B * (tried_B + 1) // 2).sum())
-        return _Tried(accepted_B, int(tried_B.sum()), num_read, waits)
+        self._accepted_B = accepted_B
+        beyond = {seen.requests[row].key: int(accepted_B[row]) for row in np.flatnonzero(accepted_B)}
+        return beyond, int(tried_B.sum()), num_read, waits
 
     def _steps_until_change(self) -> int:
         return 1
-
-    def _drafted(self) -> tuple[dict[Key, int], int, int, bool]:
-        tried, requests = self._tried, self._seen.requests
-        beyond = {requests[row].key: int(tried.accepted_B[row]) for row in np.flatnonzero(tried.accepted_B)}
-        return beyond, tried.num_drafted, tried.num_read, tried.waits
-
-
-@dataclass
-class _Tried:
-    """Drafted tokens of a step: how many each row got, how many were tried, what these read, and if the host waits."""
-
-    accepted_B: np.ndarray
-    num_drafted: int
-    num_read: int
-    waits: bool
 
 
 class _SeenRows:

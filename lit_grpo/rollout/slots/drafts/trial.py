@@ -47,16 +47,9 @@ def measure_cost(generator: Decoder, trial: TrialDrafter, context: int) -> StepC
     Raises:
         torch.AcceleratorError, torch.OutOfMemoryError: The device failed, or its memory ran out.
     """
-    rows, short = min(generator.capacity().slots, _TRIAL_ROWS), 64
-    long = min(1024, context // 2)
-    cases = [
-        (rows, 0, short),
-        (1, 0, short),
-        (rows, 0, long),
-        (1, 7, short),
-        (rows, 3, short),
-        (rows // 4 or 1, 7, long),
-    ]
+    rows, short, long = min(generator.capacity().slots, _TRIAL_ROWS), 64, min(1024, context // 2)
+    cases = [(rows, 0, short), (1, 0, short), (rows, 0, long), (1, 7, short), (rows, 3, short)]
+    cases.append((rows // 4 or 1, 7, long))
     columns, seconds, timed_s = list[np.ndarray](), list[float](), 0.0
     keys: list[Key] = []
     try:
