@@ -42,8 +42,8 @@ from benchmarks.shipped_tasks import ShippedTask
 from benchmarks.vllm_plan import ForcedEngine, own_queue
 from benchmarks.workloads import arithmetic_prompts, load, long_tailed
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.slots.drafts.price import StepCost
 from lit_grpo.scheduling.jobs import NoLengths
-from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import Trace
 from lit_grpo.types import Key, Prompt, SamplingParams
 

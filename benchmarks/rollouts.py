@@ -21,6 +21,7 @@ from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 if TYPE_CHECKING:
     from lit_grpo.rollout.generator import Generator, StepEvents
     from lit_grpo.rollout.loop import RolloutStats
+    from lit_grpo.rollout.slots.rows import SampledStep
     from lit_grpo.tools.simulation.traces import Trace
 
 __all__ = [
@@ -49,11 +50,11 @@ class ForcedGenerator(SlotGenerator):
         super().__init__(num_slots, packed_weights=packed_weights)
         self.lengths = lengths
 
-    def _finish(self, tokens_B: np.ndarray, events: StepEvents) -> None:
+    def _finish(self, step: SampledStep, tokens_B: np.ndarray, events: StepEvents) -> None:
         """Take the tokens of completions that are as long as they should be for end tokens, and no others."""
         lengths_B = np.array([self.lengths[request.key] for request in self._rows.requests])
         ends_B = self._rows.counts[: len(lengths_B)] >= lengths_B
-        super()._finish(np.where(ends_B, self._eos_ids[0], -1), events)
+        super()._finish(step, np.where(ends_B, self._eos_ids[0], -1), events)
 
 
 class ForetoldLengths(NoLengths):

@@ -6,7 +6,7 @@ import json
 import struct
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
@@ -17,7 +17,7 @@ from lit_grpo.faults.observers import Observer
 from lit_grpo.limits import Number, checks_arguments
 from lit_grpo.scheduling.recording import timeline_row
 from lit_grpo.scheduling.timeline import draw_timeline, recorded_timeline
-from lit_grpo.types import PromptBatch
+from lit_grpo.types import GroupKey, PromptBatch
 
 
 class RolloutTimeline(Observer):
@@ -29,11 +29,12 @@ class RolloutTimeline(Observer):
     Args:
         every_n_updates: Draw the first rollout, and one whenever the policy's version reaches or passes a multiple of
             this number; 0 never draws any.
-        record_trace: Write a line for each completion to ``trace.jsonl``, for ``python -m lit_grpo simulate --trace``.
+        record_trace: Write a line for each completion to ``trace.jsonl``, for ``python -m lit_grpo simulate --trace``;
+            ``tokens`` with token ids, from which ``simulate --drafts`` counts the steps that drafts would save.
     """
 
     @checks_arguments("rollout_timeline.")
-    def __init__(self, every_n_updates: Number = 50, record_trace: bool = False) -> None:
+    def __init__(self, every_n_updates: Number = 50, record_trace: bool | Literal["tokens"] = False) -> None:
         self.every_n_updates = every_n_updates
         self.record_trace = record_trace
         self._version = 0  # the policy's version before this batch
@@ -52,7 +53,7 @@ class RolloutTimeline(Observer):
             return
         if self.record_trace:
             with (Path(trainer.default_root_dir) / "trace.jsonl").open("a", encoding="utf-8") as file:
-                rows = _rows(trainer.global_step, batch)
+                rows = _rows(trainer.global_step, batch, self.record_trace == "tokens")
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         before, self._version = self._version, trainer.global_step
         if is_due(self.every_n_updates, before, self._version):
@@ -92,22 +93,27 @@ def _seconds(trainer: pl.Trainer, batch: PromptBatch) -> dict[str, float]:
     }
 
 
-def _rows(step: int, batch: PromptBatch) -> list[dict[str, Any]]:
-    predicted = batch.predicted
-    return [
-        {
+def _rows(step: int, batch: PromptBatch, with_tokens: bool) -> list[dict[str, Any]]:
+    rows, shown = list[dict[str, Any]](), set[GroupKey]()
+    for rollout in batch.rollouts:
+        completion, prompt = rollout.completion, rollout.prompt
+        predicted = batch.predicted.get(completion.request.key)
+        row: dict[str, Any] = {
             "step": step,
-            "prompt_id": rollout.prompt.prompt_id,
-            "visit": rollout.prompt.visit,
-            "sample_id": rollout.completion.request.path[0],
-            "prompt_tokens": len(rollout.prompt.token_ids),
-            "tokens": rollout.completion.num_sampled,
-            "predicted": None
-            if (tokens := predicted.get(rollout.completion.request.key)) is None
-            else round(tokens, 1),
+            "prompt_id": prompt.prompt_id,
+            "visit": prompt.visit,
+            "sample_id": completion.request.path[0],
+            "prompt_tokens": len(prompt.token_ids),
+            "tokens": completion.num_sampled,
+            "predicted": None if predicted is None else round(predicted, 1),
         }
-        for rollout in batch.rollouts
-    ]
+        if with_tokens:
+            row["token_ids"] = completion.sampled_ids
+            if completion.request.group not in shown:
+                row["prompt_token_ids"] = list(prompt.token_ids)
+                shown.add(completion.request.group)
+        rows.append(row)
+    return rows
 
 
 def _png_summary(tag: str, png: bytes) -> Any:

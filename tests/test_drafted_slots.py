@@ -49,6 +49,8 @@ class Guesses:
         self.most_tokens, self.known, self.draw = most_tokens, known, random.Random(seed)
         self.took_part: list[tuple[int, int]] = []
 
+    def expect(self, requests: Any, expected: Any) -> None: ...
+
     def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
         """Sometimes nothing, so that a step may be launched ahead; and what may not be tried."""
         most = 0 if self.draw.random() < 0.3 else self.most_tokens + 3
@@ -66,11 +68,12 @@ class Guesses:
             drafted.append(known[: self.draw.choice([0, 2, 99])])
         return drafted
 
-    def took(self, rows: TokenRows, step: Any, accepted_B: np.ndarray) -> None:
+    def took(self, rows: TokenRows, step: Any, accepted_B: np.ndarray) -> dict[str, int]:
         """Check that the places are those of the last tokens."""
         bits_N = torch.cat(step.arriving, 1).numpy()[0].view(np.int32)
         assert bits_N[step.places].tolist() == [rows.token_ids(row)[-1] for row in range(len(rows.requests))]
         self.took_part.append((0 if step.draft is None else step.draft.num_tokens, int(accepted_B.sum())))
+        return {}
 
     def left(self, rows: TokenRows, row: int, ended: bool) -> None: ...
 

@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.baseline_plans import FIXED_SLOT, FULL_GROUP, MICRO_ROUNDS
 from lit_grpo.methods.plans import find_plan, shipped_plans
+from lit_grpo.rollout.slots.drafts.price import StepCost
 from lit_grpo.scheduling.jobs import FittedLengths, Job, NoLengths
 from lit_grpo.scheduling.ledger import RETRY_STEPS
 from lit_grpo.scheduling.plans.plan import Queue, make_plan, memory_bound, slot_bound
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
-from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import Trace, load_trace
 from lit_grpo.types import Key
 
@@ -46,6 +46,7 @@ class StepByStep:
         self.ends = [0] * len(self.jobs)
         self.rows: list[int] = []
         self.kv: list[int] = []
+        self.read = 0  # tokens
         self.set_asides = 0
         self.refused = False
 
@@ -90,6 +91,7 @@ class StepByStep:
                 self.set_asides += 1
             self.rows.append(len(self.active))
             self.kv.append(self.held())
+            self.read += sum(self.done[n] + 1 + int(self.trace.prompt_tokens[n]) for n in self.active)
             for n in list(self.active):
                 self.done[n] += 1
                 if self.done[n] == self.trace.lengths[n]:
@@ -120,9 +122,8 @@ def test_skipping_gives_what_walking_does(name: str, limited: bool) -> None:
         assert skipped.set_asides == walked.set_asides
         assert skipped.bubble_ratio == pytest.approx(1 - sum(walked.rows) / (num_slots * len(walked.rows)))
         cost = StepCost(2.0, 0.3, 0.01)
-        assert skipped.seconds(cost) == pytest.approx(
-            2 * len(walked.rows) + 0.3 * sum(walked.rows) + 0.01 * sum(walked.kv)
-        )
+        seconds = 2 * len(walked.rows) + 0.3 * sum(walked.rows) + 0.01 * walked.read
+        assert skipped.seconds(cost) == pytest.approx(seconds)
         set_asides += skipped.set_asides
     assert set_asides > 10 if limited else set_asides == 0
 

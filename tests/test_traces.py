@@ -70,6 +70,18 @@ def test_a_trace_without_steps_is_one_batch_and_has_no_predictions_unless_in_all
     assert len(trace.batches()) == 1 and trace.predicted is None
 
 
+def test_tokens_are_read_where_all_rows_have_them_and_a_prompt_from_its_first_row(tmp_path: Path) -> None:
+    rows = [
+        GOOD | {"tokens": 2, "token_ids": [5, 6], "prompt_token_ids": [1, 2, 3], "step": 1},
+        GOOD | {"tokens": 1, "token_ids": [7], "sample_id": 1, "step": 2},
+        {"prompt_id": "b", "sample_id": 0, "prompt_tokens": 5, "tokens": 1, "token_ids": [8], "step": 2},
+    ]
+    trace = load_trace(str(write(tmp_path / "run.jsonl", *rows)))
+    assert trace.texts == [((1, 2, 3), (5, 6)), ((1, 2, 3), (7,)), ((), (8,))]
+    assert trace.batches()[1].texts == trace.texts[1:]
+    assert load_trace(str(write(tmp_path / "run.jsonl", *rows, GOOD | {"visit": 1}))).texts is None
+
+
 def test_what_was_recorded_before_anything_was_known_counts_as_its_limit(tmp_path: Path) -> None:
     rows = GOOD | {"tokens": 5, "predicted": None}, GOOD | {"sample_id": 1, "tokens": 9, "predicted": 4}
     trace = load_trace(str(write(tmp_path / "run.jsonl", *rows)))
@@ -89,6 +101,9 @@ def test_what_was_recorded_before_anything_was_known_counts_as_its_limit(tmp_pat
         (GOOD | {"sample_id": True}, "line 2: sample_id is True: give a whole number from 0 to"),
         (GOOD | {"visit": -1}, "line 2: visit is -1: give a whole number from 0 to"),
         (GOOD | {"sample_id": 1, "predicted": -3}, "line 2: predicted is -3: give the tokens expected, from above 0"),
+        (GOOD | {"sample_id": 1, "token_ids": "abc"}, "line 2: token_ids is 'abc': give a list of whole numbers"),
+        (GOOD | {"sample_id": 1, "token_ids": [1, -2]}, "line 2: token_ids is [1, -2]: give a list of whole"),
+        (GOOD | {"sample_id": 1, "prompt_token_ids": [1]}, "line 2: prompt_token_ids has 1 tokens, but 3 are counted"),
         (GOOD, "line 2: prompt_id, visit and sample_id ('a', 0, 0) are those of line 1: count visit up"),
     ],
 )  # fmt: skip

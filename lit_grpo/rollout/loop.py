@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -379,16 +380,17 @@ class RolloutStats:
     ``num_preempted`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
     it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts were
     decoded again in it, and ``num_continued`` went on. ``num_drafted`` tokens were tried ahead, and ``num_accepted``
-    came beyond one a step. ``bubble_ratio`` is one minus the share of slot steps in which a slot was decoding.
-    ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans`` says which slot
-    decoded which completion when, by the steps of ``clock``, and ``step_bound`` is the fewest steps that these lengths
-    allow in so many slots.
+    came beyond one a step, ``accepted`` by source. ``bubble_ratio`` is one minus the share of slot steps in which a
+    slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans``
+    says which slot decoded which completion when, by the steps of ``clock``, and ``step_bound`` is the fewest steps
+    that these lengths allow in so many slots.
     """
 
     num_steps: int = 0
     num_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    accepted: Counter[str] = field(default_factory=Counter)
     num_preempted: int = 0
     num_parked: int = 0
     num_discarded: int = 0
@@ -424,6 +426,8 @@ class RolloutStats:
         self.num_tokens += events.num_tokens
         self.num_drafted += events.num_drafted
         self.num_accepted += sum(events.beyond.values())
+        if events.accepted:
+            self.accepted.update(events.accepted)
         self.active_slot_steps += events.num_active * events.num_steps
         self.slot_steps += capacity.slots * events.num_steps
         self.active_slot_s += events.num_active * elapsed_s
@@ -449,6 +453,10 @@ class RolloutStats:
             "rollout/drafted_tokens": Part(self.num_drafted),
             "rollout/accepted_tokens": Part(self.num_accepted),
             "rollout/tokens_per_step": Part(self.num_tokens, "mean", max(self.active_slot_steps, 1)),
+            **{
+                f"rollout/accepted_per_step/{source}": Part(tokens, "mean", self.active_slot_steps)
+                for source, tokens in self.accepted.items()
+            },
         }
         parts = {
             **budget,

@@ -252,7 +252,7 @@ def test_a_wandb_run_is_the_same_one_after_resuming(folder: Path, tmp_path_facto
 def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit("--rollout_timeline.every_n_updates=2", "--rollout_timeline.record_trace=true", "--rollout.plan=lpt")
+    fit("--rollout_timeline.every_n_updates=2", "--rollout_timeline.record_trace=tokens", "--rollout.plan=lpt")
     pictures = sorted(path.name for path in Path("runs/task/timelines").iterdir())
     assert pictures == ["update-1.png", "update-2.png", "update-4.png"]
     kept = [json.loads(line) for line in Path("runs/task/timeline.jsonl").read_text().splitlines()]
@@ -262,11 +262,16 @@ def test_a_timeline_is_drawn_and_the_recorded_trace_can_be_simulated(
     rows = [json.loads(line) for line in Path("runs/task/trace.jsonl").read_text().splitlines()]
     assert len(rows) == 4 * 3 * 4
     assert {row["sample_id"] for row in rows} == {0, 1, 2, 3} and all(1 <= row["tokens"] <= 16 for row in rows)
+    assert all(len(row["token_ids"]) == row["tokens"] for row in rows)
+    prompts = {(row["prompt_id"], row["visit"]): row["prompt_tokens"] for row in rows}
+    told = {(row["prompt_id"], row["visit"]): row["prompt_token_ids"] for row in rows if "prompt_token_ids" in row}
+    assert {name: len(token_ids) for name, token_ids in told.items()} == prompts
     last = metrics("task")[-1]
     assert float(last["rollout/steps_over_bound"]) >= 1 and "lengths/informative" in last
     capsys.readouterr()
-    simulate(["--trace", "runs/task/trace.jsonl", "--slots", "4", "--plans", "fcfs", "lpt"])
-    assert "48 completions" in capsys.readouterr().out
+    simulate(["--trace", "runs/task/trace.jsonl", "--slots", "4", "--plans", "fcfs", "lpt", "--drafts", "3"])
+    said = capsys.readouterr().out
+    assert "48 completions" in said and "steps with drafts" in said
     with Path("runs/task/timeline.jsonl").open("a") as file:
         file.write('{"step": 99}\n{"step": 1')  # as a run leaves it that was killed behind its last checkpoint
     fit("--trainer.max_steps=5", "--ckpt_path=runs/task/checkpoints/last.ckpt", "--rollout_timeline.every_n_updates=0")

@@ -77,7 +77,8 @@ class SlotGenerator(Versioned):
         drafts: How many tokens a completion tries ahead in a step, at most. They are tokens that have followed its last
             ones before, in its own text and in other completions of its prompt. The samples stay the same, in fewer
             steps, each of which computes more positions. Not where a model's layers have states, and only while memory
-            is no concern.
+            is no concern. ``auto``: on a GPU as many as are worth the time of a step, which is measured before the
+            first rollout; on a CPU none.
     """
 
     abilities: frozenset[str] = frozenset({"entropies", "hidden_states"})
@@ -112,6 +113,7 @@ class SlotGenerator(Versioned):
         self._graphs: GraphedDecoder | None = None
         self._tables: RowTables | None = None
         self._drafter: Drafter | None = None
+        self._is_unpriced = False  # until steps have been timed, which say what drafts are worth
         self._expected: dict[GroupKey, Prompt] = {}  # prompts that requests will come for
         self._released: set[GroupKey] = set()  # prompts in flight that no more requests will come for
         self._clear()
@@ -132,10 +134,12 @@ class SlotGenerator(Versioned):
         self._graphs, self._tables = None, None
         attention = row_attention(self._shape)
         most_queries = self.num_slots
-        if self.drafts not in ("auto", "off") and self._shape.states is None:  # states know no way back
+        self._is_unpriced = self.drafts == "auto" and model.device.type == "cuda" and self._shape.states is None
+        if self._is_unpriced or (self.drafts not in ("auto", "off") and self._shape.states is None):
+            from lit_grpo.rollout.slots.drafts.price import MOST_DRAFTED
             from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
 
-            self._drafter = SuffixDrafter(self.drafts)
+            self._drafter = SuffixDrafter(self.drafts if isinstance(self.drafts, int) else MOST_DRAFTED)
             most_queries = max(most_queries, min(most_queries * (1 + self._drafter.most_tokens), MOST_QUERIES))
         self._most_queries = most_queries
         if self._fused is not None and attention is not None:
@@ -228,6 +232,9 @@ class SlotGenerator(Versioned):
 
     def submit(self, requests: Sequence[Request], expected: Sequence[float] | None = None) -> None:
         """Admit requests, all or none; those in flight at a time share one ``SamplingParams``."""
+        if self._is_unpriced:
+            self._is_unpriced = False
+            self._price_drafts()
         self._check_ready(len(requests), self.capacity().free_slots)
         if not requests:
             return
@@ -238,6 +245,17 @@ class SlotGenerator(Versioned):
         self._mode.begin()
         self._sampling = sampling
         self._incoming += requests
+        if self._drafter is not None:
+            self._drafter.expect(requests, expected)
+
+    def _price_drafts(self) -> None:
+        """Time some steps, and draft what is worth its price from now on; nothing if that cannot be measured."""
+        from lit_grpo.rollout.slots.drafts.price import PricedDrafter
+        from lit_grpo.rollout.slots.drafts.trial import TrialDrafter, measure_cost
+
+        self._drafter = trial = TrialDrafter(0)
+        cost = measure_cost(self, trial, self._context)
+        self._drafter = None if cost is None else PricedDrafter(self.num_slots, cost)
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
         """Prefill these prompts some at a time: whenever one is needed, the next ones go through the model with it."""
@@ -615,7 +633,7 @@ class SlotGenerator(Versioned):
                 stopped_B[rows_N] |= rows.with_stop_string(numbers_N, sampling.stop, self._tokenizer)
         if self._drafter is not None:
             self._cache.roll_back(rows.counts[: len(tokens_B)] - 1)
-            self._drafter.took(rows, step, accepted_B)
+            events.accepted = self._drafter.took(rows, step, accepted_B)
             events.num_drafted = 0 if step.draft is None else step.draft.num_tokens
             events.num_tokens += int(accepted_B.sum())
             events.beyond = {rows.requests[row].key: int(accepted_B[row]) for row in np.flatnonzero(accepted_B)}

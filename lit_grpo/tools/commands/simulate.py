@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import util
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -13,11 +13,13 @@ import numpy as np
 
 from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.process.inputs import check_replaceable
+from lit_grpo.rollout.slots.drafts.price import PricedDrafter, StepCost
+from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
 from lit_grpo.scheduling.jobs import FittedLengths
 from lit_grpo.scheduling.plans.plan import memory_bound, slot_bound
+from lit_grpo.tools.simulation.drafts import DEVICES, DraftingReplay
 from lit_grpo.tools.simulation.known import KnownLengths, lengths_of
 from lit_grpo.tools.simulation.simulator import Engine, Schedule, simulate
-from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import FAMILIES, Trace, load_trace
 
 
@@ -28,6 +30,7 @@ class PlanResult:
     plan: str
     bound: int
     schedules: list[Schedule]
+    drafted: list[Schedule] = field(default_factory=list)  # with drafts
 
     @property
     def steps(self) -> int:
@@ -55,6 +58,9 @@ def print_table(source: str, engine: Engine, outcomes: list[PlanResult], cost: S
     columns = ["plan", "steps", "over bound", "bubble ratio", "mean completion", "peak KV tokens"]
     columns += ["set aside"] if engine.kv_tokens is not None else []
     columns += ["time in s"] if cost is not None else []
+    if outcomes[0].drafted:
+        columns += ["steps with drafts", "tokens per row and step"]
+        columns += ["time with drafts in s"] if cost is not None else []
     console = Console(width=None if Console().is_terminal else 120, markup=False, emoji=False)
     console.print(
         f"{source}: {completions:,} completions, {tokens:,} tokens, {engine.num_slots} slots"
@@ -84,12 +90,19 @@ def _cells(outcome: PlanResult, engine: Engine, cost: StepCost | None) -> list[s
         cells.append(str(sum(schedule.set_asides for schedule in schedules)))
     if cost is not None:
         cells.append(f"{sum(schedule.seconds(cost) for schedule in schedules):.3f}")
+    if drafted := outcome.drafted:
+        rows = sum(int((each.work[:, 0] - each.work[:, 2]).sum()) for each in drafted)
+        plain = sum(int(each.work[:, 0].sum()) for each in schedules)  # as many as tokens
+        cells += [f"{sum(each.steps for each in drafted):,}", f"{plain / rows:.3f}"]
+        if cost is not None:
+            cells.append(f"{sum(each.seconds(cost) for each in drafted):.3f}")
     return cells
 
 
 Noise = float | Literal["none", "recorded"]
 DEFAULT_TRACE = "lognormal_heavy"
 MOST_NOISE = 20  # factors of 10^8 and more
+MOST_DRAFTS = 32
 MAX_POINTS = 2000  # of a curve in the picture
 
 
@@ -112,11 +125,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.output is not None:
             check_replaceable(options.output)
+        if options.step_cost is not None and options.device is not None:
+            raise ValueError("--step_cost and --device both say what a step costs: give one of them.")
+        if options.drafts == "auto" and options.step_cost is None and options.device is None:
+            raise ValueError("--drafts auto chooses by the price of a step: give --device or --step_cost with it.")
         engine = Engine(options.slots, options.kv_tokens)
         sources = options.trace or [DEFAULT_TRACE]
         results = [(source, _outcomes(load_trace(source), engine, options)) for source in sources]
         for source, outcomes in results:
-            print_table(source, engine, outcomes, options.step_cost)
+            print_table(source, engine, outcomes, options.step_cost or DEVICES.get(options.device))
         if options.output is not None:
             _write_picture(options.output, engine, results[0][1])
     except (ValueError, OSError) as error:
@@ -163,7 +180,16 @@ def _make_parser() -> argparse.ArgumentParser:
         "--step_cost",
         type=_parse_step_cost,
         metavar="A,B,C",
-        help="Milliseconds that a step takes: A + B x active rows + C x KV tokens. Default: no times.",
+        help="Milliseconds that a step takes: A + B x rows + C x tokens that they read, of prompts and completions. "
+        "Default: no times.",
+    )
+    add("--device", choices=DEVICES, help="Seconds of a step as measured on a device, instead of --step_cost.")
+    add(
+        "--drafts",
+        type=_parse_drafts,
+        metavar="N",
+        help="Decode with drafts too, as model.generator.drafts does, if the trace has token_ids: at most N tokens per "
+        "row and step, or auto for as many as are worth their price. Default: without.",
     )
     add("--output", type=Path, metavar="PICTURE.png", help="Write who decoded when, of the first trace's first batch.")
     return parser
@@ -192,6 +218,14 @@ def _parse_points(text: str) -> tuple[int, ...]:
     return points
 
 
+def _parse_drafts(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or len(text) > 3 or not 1 <= int(text) <= MOST_DRAFTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of drafts: give auto or 1 to {MOST_DRAFTS}.")
+    return int(text)
+
+
 def _parse_step_cost(text: str) -> StepCost:
     try:
         milliseconds = [float(part) for part in text.split(",")]
@@ -216,7 +250,17 @@ def _outcomes(trace: Trace, engine: Engine, options: argparse.Namespace) -> list
         points = options.probe_tokens if plan.follows_lengths else ()
         schedules = [simulate(batch, plan, engine, lengths, points) for batch, lengths in known]
         after = f" after {', '.join(map(str, points))} tokens" if points else ""
-        outcomes.append(PlanResult(name + after, bound, schedules))
+        drafted = list[Schedule]()
+        if options.drafts is not None:
+            cost = options.step_cost or DEVICES.get(options.device)
+            if options.drafts == "auto":
+                assert cost is not None
+                drafter: SuffixDrafter = PricedDrafter(engine.num_slots, cost)
+            else:
+                drafter = SuffixDrafter(options.drafts)
+            for batch, lengths in known:
+                drafted.append(simulate(batch, plan, engine, lengths, points, DraftingReplay(engine, batch, drafter)))
+        outcomes.append(PlanResult(name + after, bound, schedules, drafted))
     return outcomes
 
 

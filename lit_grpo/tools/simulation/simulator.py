@@ -13,11 +13,11 @@ from lit_grpo.plugins import Listener
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
 from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.slots.drafts.price import StepCost
 from lit_grpo.scheduling.jobs import FittedLengths
 from lit_grpo.scheduling.layouts import Blocks, KVLayout
 from lit_grpo.scheduling.ledger import RETRY_STEPS, RequestLedger
 from lit_grpo.scheduling.plans.plan import Plan
-from lit_grpo.tools.simulation.step_cost import StepCost
 from lit_grpo.tools.simulation.traces import Trace
 from lit_grpo.types import Completion, Key, Prompt, Request, SamplingParams, Span, Trajectory
 
@@ -62,6 +62,8 @@ class Schedule:
         segments: ``(start, end, active rows, KV tokens in the first step, and in the last)`` of stretches of steps;
             int64, shape (segments, 5).
         set_asides: Number of preemptions because KV tokens had run out.
+        work: Rows of each stretch's steps together, drafted tokens among them, the tokens that these read, the drafted
+            tokens, and whether a step waits for its drafts; int64, shape (segments, 4).
     """
 
     engine: Engine
@@ -69,6 +71,7 @@ class Schedule:
     ends: np.ndarray
     segments: np.ndarray
     set_asides: int
+    work: np.ndarray
 
     @property
     def steps(self) -> int:
@@ -100,8 +103,9 @@ class Schedule:
 
     def seconds(self, cost: StepCost) -> float:
         """Return the time that it takes."""
-        start, end, active, first, _ = self.segments.T
-        return cost.seconds(end - start, active, first)
+        start, end, active = self.segments.T[:3]
+        rows, tokens, _, waits = self.work.T
+        return cost.seconds(end - start, active, rows, tokens, waits > 0)
 
 
 class ReplayGenerator:
@@ -109,6 +113,9 @@ class ReplayGenerator:
 
     A step of it is as many decode steps as pass until something can change: a completion ends, memory is entered again,
     or a request that memory has refused is offered again.
+
+    Attributes:
+        work: Of each step so far what :class:`Schedule` has.
 
     Args:
         engine: The engine that decodes.
@@ -126,6 +133,8 @@ class ReplayGenerator:
         self._num_waiting = len(lengths)
         self._step = 0
         self._has_stopped = False  # since the last step, so that others may fit with the next one
+        self._context = 0  # tokens of the prompts and completions of the rows, less a step for each
+        self.work: list[tuple[int, int, int, bool]] = []
 
     def capacity(self) -> Capacity:
         """Slots and KV memory, and how much of them is free."""
@@ -137,28 +146,46 @@ class ReplayGenerator:
         for request in requests:
             offset = request.prefix.num_tokens - self._step
             self._rows[request.key] = (request, offset, self._lengths[request.key] - offset)
+            self._context += len(request.prompt.token_ids) + offset
             heapq.heappush(self._ends, (self._lengths[request.key] - offset, request.key))
         self._num_waiting -= len(requests)
 
     def abort(self, keys: Iterable[Key]) -> list[Request]:
         """Hand requests back, with tokens that mean nothing as their prefixes."""
-        stopped = [self._rows.pop(key) for key in list(keys) if key in self._rows]
+        stopped = [self._leave(key) for key in list(keys) if key in self._rows]
         self._num_waiting += len(stopped)
         self._has_stopped |= bool(stopped)
         return [request.after(Trajectory.blank(offset + self._step)) for request, offset, _ in stopped]
 
     def step(self) -> StepEvents:
         """Give every row its next tokens."""
-        steps = self._steps_until_change()
+        steps, rows = self._steps_until_change(), len(self._rows)
+        read = steps * (self._context + rows * self._step) + rows * steps * (steps + 1) // 2
+        beyond, num_drafted, num_read, waits = self._drafted()
+        self.work.append((rows * steps + num_drafted, read + num_read, num_drafted, waits))
         self._step += steps
-        events = StepEvents(len(self._rows), len(self._rows) * steps, steps)
+        events = StepEvents(rows, rows * steps + sum(beyond.values()), steps, num_drafted=num_drafted, beyond=beyond)
         events.observations = self._observe() if self.feature_points else []
+        for key, num_tokens in beyond.items():
+            request, offset, end = self._rows[key]
+            self._rows[key] = (request, offset + num_tokens, end - num_tokens)
+            self._context += num_tokens
+            heapq.heappush(self._ends, (end - num_tokens, key))
         while self._ends and self._ends[0][0] <= self._step:
             end, key = heapq.heappop(self._ends)
             if self._is_current(end, key):
-                request, _, _ = self._rows.pop(key)
+                request, _, _ = self._leave(key)
                 events.finished.append(request.after(Trajectory.blank(self._lengths[key])).ended("stop"))
         return events
+
+    def _drafted(self) -> tuple[dict[Key, int], int, int, bool]:
+        """Return what rows get beyond a token, the drafted tokens, what these read, and whether the host waits."""
+        return {}, 0, 0, False
+
+    def _leave(self, key: Key) -> tuple[Request, int, int]:
+        request, offset, end = self._rows.pop(key)
+        self._context -= len(request.prompt.token_ids) + offset
+        return request, offset, end
 
     def _observe(self) -> list[Observation]:
         """Report those that had come to a point before this step, and so have a token more by now."""
@@ -235,6 +262,7 @@ def simulate(
     engine: Engine,
     lengths: FittedLengths | None = None,
     points: Sequence[int] = (),
+    generator: ReplayGenerator | None = None,
 ) -> Schedule:
     """Decode a trace, skipping from one event to the next.
 
@@ -244,14 +272,16 @@ def simulate(
         engine: The engine that decodes.
         lengths: Length estimates; none by default.
         points: Numbers of tokens after which completions wait at a probe, as in :class:`RolloutLoop`.
+        generator: Decodes the trace on that engine; by default with a token per row and step.
     """
     engine.check(trace)
     recorder, buffer = _Recorder(), RolloutBuffer()
-    generator = ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
+    generator = generator or ReplayGenerator(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
     buffer.open(_requests(trace))
     stats = RolloutLoop(generator, buffer, find_plan(plan), lengths, [recorder], points).run(buffer.ready)
     ends = np.array([recorder.ends[key] for key in trace.keys])
-    return Schedule(engine, stats.spans, ends, np.array(recorder.segments), stats.num_preempted)
+    segments, work = np.array(recorder.segments), np.array(generator.work)
+    return Schedule(engine, stats.spans, ends, segments, stats.num_preempted, work)
 
 
 def _requests(trace: Trace) -> list[Request]:

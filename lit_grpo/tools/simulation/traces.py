@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -71,6 +71,8 @@ class TraceRow:
     visit: int = 0
     step: int = 0
     predicted: float | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
 
 
 MOST_ROWS, MOST_BYTES, LARGEST = 200_000, 2**20, 2**31 - 1
@@ -83,8 +85,9 @@ def read_rows(path: Path) -> list[TraceRow]:
     """Read JSON lines, one object for each completion; a ValueError tells file, line, field, value and remedy.
 
     Fields: ``prompt_id`` (text), ``sample_id`` (0 or more), ``prompt_tokens`` and ``tokens`` (1 or more); and where
-    recorded ``visit`` and ``step`` (0 or more, whole) and ``predicted`` (the tokens that were expected; null, here NaN,
-    where nothing was known yet). Other fields are left alone. ``(prompt_id, visit, sample_id)`` comes once.
+    recorded ``visit`` and ``step`` (0 or more, whole), ``predicted`` (the tokens that were expected; null, here NaN,
+    where nothing was known yet), ``token_ids`` and, in the first row of a prompt's visit, ``prompt_token_ids`` (as many
+    as are counted). Other fields are left alone. ``(prompt_id, visit, sample_id)`` comes once.
     """
     rows: list[TraceRow] = []
     seen: dict[tuple[str, int, int], int] = {}
@@ -127,13 +130,27 @@ def _parse(line: bytes, place: str) -> TraceRow:
     if not isinstance(record["prompt_id"], str):
         raise ValueError(f"{place}: prompt_id is {record['prompt_id']!r:.60}: give text in quotes.")
     whole = {name: _whole(place, name, record[name]) for name in LEAST if name in record}
-    return TraceRow(record["prompt_id"], predicted=_predicted(place, record), **whole)
+    own = _token_ids(place, "token_ids", record, whole["tokens"])
+    prompt = _token_ids(place, "prompt_token_ids", record, whole["prompt_tokens"])
+    return TraceRow(
+        record["prompt_id"], **whole, predicted=_predicted(place, record), token_ids=own, prompt_token_ids=prompt
+    )
 
 
 def _whole(place: str, name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not LEAST[name] <= value <= LARGEST:
         raise ValueError(f"{place}: {name} is {value!r:.60}: give a whole number from {LEAST[name]} to {LARGEST:,}.")
     return value
+
+
+def _token_ids(place: str, name: str, record: dict[str, Any], count: int) -> tuple[int, ...] | None:
+    if (value := record.get(name)) is None:
+        return None
+    if not isinstance(value, list) or any(type(token) is not int or not 0 <= token <= LARGEST for token in value):
+        raise ValueError(f"{place}: {name} is {value!r:.60}: give a list of whole numbers, or leave it out.")
+    if len(value) != count:
+        raise ValueError(f"{place}: {name} has {len(value)} tokens, but {count} are counted: give all, or none.")
+    return tuple(value)
 
 
 def _predicted(place: str, record: dict[str, Any]) -> float | None:
@@ -168,6 +185,7 @@ class Trace:
         max_tokens: The most it could have come to.
         batch: Number of the batch that it waited in; each batch is decoded by itself. None for one batch.
         predicted: Tokens that the run expected of it, where that was recorded; NaN where it knew nothing yet.
+        texts: Token ids of its prompt (none if those were not recorded) and its own, where the latter were recorded.
     """
 
     name: str
@@ -178,6 +196,7 @@ class Trace:
     max_tokens: np.ndarray
     batch: np.ndarray | None = None
     predicted: np.ndarray | None = None
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None
 
     def batches(self) -> list[Trace]:
         """Return one trace for each batch, in their order."""
@@ -191,6 +210,7 @@ class Trace:
             [self.keys[row] for row in rows.tolist()],
             *(array[rows] for array in (self.group, self.prompt_tokens, self.lengths, self.max_tokens)),
             predicted=None if self.predicted is None else self.predicted[rows],
+            texts=None if self.texts is None else [self.texts[row] for row in rows.tolist()],
         )
 
     @cached_property
@@ -258,6 +278,8 @@ def recorded_trace(path: Path) -> Trace:
     numbers: dict[tuple[str, int], int] = {}
     predicted = [row.predicted for row in rows]
     lengths = np.array([row.tokens for row in rows])
+    prompts = {(row.prompt_id, row.visit): row.prompt_token_ids for row in rows if row.prompt_token_ids}
+    texts = [(prompts.get((row.prompt_id, row.visit), ()), row.token_ids) for row in rows if row.token_ids is not None]
     return Trace(
         name=path.name,
         keys=[(row.prompt_id, row.visit, (row.sample_id,)) for row in rows],
@@ -267,6 +289,7 @@ def recorded_trace(path: Path) -> Trace:
         max_tokens=np.full(len(rows), lengths.max()),
         batch=np.array([row.step for row in rows]),
         predicted=None if None in predicted else np.array(predicted, dtype=np.float64),
+        texts=texts if len(texts) == len(rows) else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lit_grpo.rollout.slots.drafts.draft import Draft
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from lit_grpo.rollout.slots.kv.cache import SlotCache
     from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
-    from lit_grpo.types import GroupKey, SamplingParams
+    from lit_grpo.types import GroupKey, Request, SamplingParams
 
 __all__ = ["Draft", "Drafter"]
 
@@ -24,6 +24,10 @@ class Drafter(Protocol):
     """
 
     most_tokens: int
+
+    def expect(self, requests: Sequence[Request], expected: Sequence[float] | None) -> None:
+        """Note how many tokens requests that enter are expected to sample in all, each of them; None if unknown."""
+        ...
 
     def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
         """Decide how many tokens each row may try in the next step, by price; it may be asked twice before a step.
@@ -52,7 +56,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def took(self, rows: TokenRows, step: SampledStep, accepted_B: np.ndarray) -> None:
+    def took(self, rows: TokenRows, step: SampledStep, accepted_B: np.ndarray) -> Mapping[str, int]:
         """Learn from a step, drafted or not, whose tokens the rows have.
 
         Args:
@@ -60,6 +64,9 @@ class Drafter(Protocol):
             step: The step: ``step.draft`` is what was tried, ``step.places`` the place of each row's last token, and
                 ``step.hidden_BD`` the hidden states at all places.
             accepted_B: How many of its drafted tokens each row got, beyond the one that a step brings anyway.
+
+        Returns:
+            How many of these tokens were drafted from each source, by its name.
         """
         ...
 

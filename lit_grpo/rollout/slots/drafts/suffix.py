@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from lit_grpo.types import GroupKey, Key, SamplePath, SamplingParams
+from lit_grpo.types import GroupKey, Key, Request, SamplePath, SamplingParams
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.slots.kv.cache import SlotCache
@@ -239,6 +239,9 @@ class DraftSource:
 class SuffixDrafter:
     """Drafts what has followed rows' last tokens before: equally many tokens for all rows in every step.
 
+    Attributes:
+        tried: What rows try in a step, until it has been taken.
+
     Args:
         most_tokens: Of a row in a step.
     """
@@ -246,19 +249,29 @@ class SuffixDrafter:
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = most_tokens
         self.source = DraftSource()
+        self.tried: list[Proposal] = []
         self._known: dict[Key, int] = {}  # tokens of each row that the source has
 
+    def expect(self, requests: Sequence[Request], expected: Sequence[float] | None) -> None:
+        """Nothing: all rows try equally many tokens."""
+
     def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
-        return np.full(num_rows, self.most_tokens)
+        """Return equally many tokens for all rows, as far as there is room for them."""
+        return np.full(num_rows, min(self.most_tokens, max(room // max(num_rows, 1), 1)))
 
     def draft(
         self, rows: TokenRows, most_B: np.ndarray, cache: SlotCache, sampling: SamplingParams
     ) -> Sequence[Sequence[int]]:
         """Return tokens that have followed the last ones of each row."""
+        self.tried = self.propose(rows, most_B)
+        return [each.token_ids for each in self.tried]
+
+    def propose(self, rows: TokenRows, most_B: np.ndarray) -> list[Proposal]:
+        """Return at most ``most_B`` tokens that have followed the last ones of each of the first rows."""
         for row in range(len(rows.requests)):
             self._show(rows, row)
         pairs = zip(rows.requests, most_B.tolist(), strict=False)
-        return [self.source.propose(request.key, most).token_ids if most else () for request, most in pairs]
+        return [self.source.propose(request.key, most) if most else NOTHING for request, most in pairs]
 
     def _show(self, rows: TokenRows, row: int) -> None:
         """Let the source have what a row has got since it was there the last time."""
@@ -270,8 +283,14 @@ class SuffixDrafter:
             self.source.extend(request.key, token_ids[known:].tolist())
         self._known[request.key] = len(token_ids)
 
-    def took(self, rows: TokenRows, step: SampledStep, accepted_B: np.ndarray) -> None:
-        """Nothing: the source reads rows before it drafts."""
+    def took(self, rows: TokenRows, step: SampledStep, accepted_B: np.ndarray) -> dict[str, int]:
+        """Return the accepted tokens by source; the source itself reads rows before it drafts."""
+        accepted: dict[str, int] = {}
+        for proposal, count in zip(self.tried, accepted_B.tolist(), strict=False):
+            if count:
+                accepted[proposal.source] = accepted.get(proposal.source, 0) + count
+        self.tried = []
+        return accepted
 
     def left(self, rows: TokenRows, row: int, ended: bool) -> None:
         """Let others draft from what a row has come to."""

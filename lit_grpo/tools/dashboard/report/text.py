@@ -29,7 +29,8 @@ CURVES = (
     *("val/pass@*", "val/reward", "reward", "rewards/*/mean", "val/rewards/*/mean", "datasets/*/reward"),
     *("val/datasets/*/pass@1", "frac_reward_zero_std", "frac_no_reward", "completions/clipped_ratio"),
     *("completions/mean_length", "entropy", "kl", "loss", "ce/loss", "val/sft/loss", "grad_norm", "update/skipped"),
-    *("sampling/logprob_gap_mean", "rollout/bubble_ratio", "time/step_s", "memory/*_peak_gib"),
+    *("sampling/logprob_gap_mean", "rollout/bubble_ratio", "rollout/tokens_per_step", "time/step_s"),
+    "memory/*_peak_gib",
 )
 """The metrics that are shown, in their order; ``metrics.csv`` has all."""
 NUMBERS = ("first", "last", "least", "greatest")
