@@ -1,0 +1,222 @@
+"""Drafts of a row's next tokens, from text that is there: its own, its siblings', and the last visit's of its prompt.
+
+A draft is a guess that the policy verifies, so nothing here changes a sample, and nothing has to be in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from lit_grpo.types import GroupKey, Key, SamplePath
+
+LONGEST, SHORTEST = 8, 2
+"""Tokens before a drafted one that are looked up: the most, and the fewest that are enough to draft."""
+KEPT_BYTES = 256 * 2**20
+"""Memory for completions of earlier visits, :data:`TOKEN_BYTES` a token; beyond it those visited first are dropped."""
+TOKEN_BYTES = 4
+_BITS = 24  # of a token id in the number of an edge
+_PLACE = 32  # bits of an index in the number of a place
+
+Source = Literal["own", "sibling", "visit"]
+
+
+class Proposal(NamedTuple):
+    """Drafted tokens, no more than were asked for and empty where there are none.
+
+    ``matched`` is the number of the row's last tokens, at most :data:`LONGEST`, that stand before the first drafted
+    token in the text that it is from. That is the row's ``own`` text (its prompt is part of it), a ``sibling``'s, or a
+    completion of the prompt's last ``visit``.
+    """
+
+    token_ids: list[int]
+    source: Source = "own"
+    matched: int = 0
+
+
+NOTHING = Proposal([])
+
+
+class _Texts:
+    """Texts of one group, indexed by what stands before each token.
+
+    The index is a trie of contexts read backwards: the node of ``c b a`` is reached from the root by ``a``, ``b``,
+    ``c``. A node is made when a context occurs for the first time, and a deeper one when the shallower context occurs
+    for the second time, so that there are about two nodes a token. Each node holds the place of a token that followed
+    its context: the last one of the token that wins a majority vote (Boyer and Moore 1981) among all that followed, so
+    any token that more than half of the occurrences have.
+
+    Attributes:
+        texts: Token ids of the prompt, and of each completion after the last tokens of the prompt.
+        paths: The sample that each text is of; None of the prompt and of completions of an earlier visit.
+        rows: The text of each sample.
+        open: Samples that are in rows.
+        is_released: No further sample will come.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> None:
+        self.texts: list[array[int]] = []
+        self.paths: list[SamplePath | None] = []
+        self.rows: dict[SamplePath, int] = {}
+        self.open: set[SamplePath] = set()
+        self.is_released = False
+        self._edges: dict[int, int] = {}
+        self._places = array("q", [0])
+        self._votes = array("i", [0])  # for the token at the place; 0 where the context has occurred once
+        self._begin = array("i", prompt_ids[-LONGEST:])
+        self._add(array("i"), prompt_ids, None)
+        for token_ids in earlier:
+            self._add(self._begin, token_ids, None)
+
+    def add(self, path: SamplePath, token_ids: Sequence[int]) -> None:
+        """Let a sample's text be that of these tokens, of which it may have some already."""
+        self.open.add(path)
+        number = self.rows.get(path)
+        if number is not None:
+            known = self.texts[number][len(self._begin) :]
+            if array("i", token_ids[: len(known)]) == known:
+                self.extend(path, token_ids[len(known) :])
+                return
+        self.rows[path] = len(self.texts)
+        self._add(self._begin, token_ids, path)
+
+    def _add(self, begin: array[int], token_ids: Sequence[int], path: SamplePath | None) -> None:
+        self.texts.append(begin[:])
+        self.paths.append(path)
+        self._index(len(self.texts) - 1, token_ids)
+
+    def extend(self, path: SamplePath, token_ids: Sequence[int]) -> None:
+        self._index(self.rows[path], token_ids)
+
+    def own_tokens(self, path: SamplePath) -> array[int]:
+        return self.texts[self.rows[path]][len(self._begin) :]
+
+    def _index(self, number: int, token_ids: Sequence[int]) -> None:
+        """Append tokens to a text, and let each be found by what stands before it."""
+        texts, edges, places, votes = self.texts, self._edges, self._places, self._votes
+        text = texts[number]
+        for index, token in enumerate(token_ids, len(text)):
+            text.append(token)
+            place, node = number << _PLACE | index, 0
+            for before in range(index - 1, max(index - 1 - LONGEST, -1), -1):
+                edge = node << _BITS | text[before]
+                node = edges.get(edge, 0)
+                if not node:
+                    edges[edge] = len(places)
+                    places.append(place)
+                    votes.append(0)
+                    break
+                known = places[node]
+                other, there = texts[known >> _PLACE], known & 0xFFFFFFFF
+                if not votes[node]:  # the context occurs for the second time: the first goes one token deeper
+                    depth = index - before
+                    deeper = there - depth - 1
+                    if deeper >= 0 and depth < LONGEST:
+                        edges[node << _BITS | other[deeper]] = len(places)
+                        places.append(known)
+                        votes.append(0)
+                    votes[node] = 1
+                if other[there] == token:
+                    votes[node] += 1
+                elif votes[node] > 1:
+                    votes[node] -= 1
+                    continue
+                places[node] = place
+
+    def propose(self, path: SamplePath, most: int) -> Proposal:
+        """Return at most ``most`` tokens that may follow what a sample has come to."""
+        texts, edges, places, votes = self.texts, self._edges, self._places, self._votes
+        number = self.rows[path]
+        context, drafted = texts[number][-LONGEST:], list[int]()
+        source, matched = NOTHING.source, 0
+        while len(drafted) < most:
+            node = depth = 0
+            for token in reversed(context):
+                deeper = edges.get(node << _BITS | token, 0)
+                if not deeper:
+                    break
+                node, depth = deeper, depth + 1
+            if depth == 0:
+                break
+            origin, there = places[node] >> _PLACE, places[node] & 0xFFFFFFFF
+            text = texts[origin]
+            if not votes[node]:  # it has occurred once: there may be more of the context there
+                while depth < len(context) and there > depth and text[there - depth - 1] == context[-depth - 1]:
+                    depth += 1
+            if depth < SHORTEST:
+                break
+            if not drafted:
+                own = origin == 0 or origin == number
+                source, matched = "own" if own else "visit" if self.paths[origin] is None else "sibling", depth
+            found = text[there : there + (1 if votes[node] else most - len(drafted))]
+            drafted += found
+            context = (context + found)[-LONGEST:]
+        return Proposal(drafted, source, matched) if drafted else NOTHING
+
+
+class DraftSource:
+    """Drafts for the rows of a generator, from text of their groups.
+
+    Completions that have ended stay for their siblings until the group is released and none of it is in a row, and for
+    the prompt's next visit, with whose first completions those of the visit before are dropped.
+
+    Attributes:
+        kept_tokens: Tokens of completions that are kept for later visits.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupKey, _Texts] = {}
+        self._visits: dict[str, dict[int, list[array[int]]]] = {}  # by prompt and visit, completions that have ended
+        self.kept_tokens = 0
+
+    def open(self, key: Key, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Let a sample into a row, with the tokens that it has already."""
+        prompt_id, visit, path = key
+        group = self._groups.get((prompt_id, visit))
+        if group is None:
+            visits = self._visits.get(prompt_id, {})
+            last = max((number for number in visits if number <= visit), default=visit)
+            group = self._groups[prompt_id, visit] = _Texts(prompt_ids, visits.get(last, ()))
+        group.add(path, token_ids)
+
+    def extend(self, key: Key, token_ids: Sequence[int]) -> None:
+        """Append the tokens that a row got."""
+        self._groups[key[:2]].extend(key[2], token_ids)
+
+    def close(self, key: Key, ended: bool) -> None:
+        """Take a sample out of its row; if it has not ended, it may be opened again."""
+        prompt_id, visit, path = key
+        group = self._groups[prompt_id, visit]
+        group.open.discard(path)
+        if ended:
+            self._keep(prompt_id, visit, group.own_tokens(path))
+        self._forget(key[:2])
+
+    def _keep(self, prompt_id: str, visit: int, tokens: array[int]) -> None:
+        visits = self._visits[prompt_id] = self._visits.pop(prompt_id, {})  # from now on the prompt visited last
+        visits.setdefault(visit, []).append(tokens)
+        dropped = [visits.pop(earlier) for earlier in list(visits) if earlier < visit]
+        self.kept_tokens += len(tokens)
+        while (self.kept_tokens - _num_tokens(dropped)) * TOKEN_BYTES > KEPT_BYTES:
+            dropped += self._visits.pop(next(iter(self._visits))).values()
+        self.kept_tokens -= _num_tokens(dropped)
+
+    def release(self, group: GroupKey) -> None:
+        """Note that no further sample of a group will come."""
+        if group in self._groups:
+            self._groups[group].is_released = True
+            self._forget(group)
+
+    def _forget(self, key: GroupKey) -> None:
+        group = self._groups[key]
+        if group.is_released and not group.open:
+            del self._groups[key]
+
+    def propose(self, key: Key, most: int) -> Proposal:
+        """Return at most ``most`` tokens that may follow in a row."""
+        return self._groups[key[:2]].propose(key[2], most)
+
+
+def _num_tokens(visits: Sequence[Sequence[array[int]]]) -> int:
+    return sum(len(tokens) for visit in visits for tokens in visit)
