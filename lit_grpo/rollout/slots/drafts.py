@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 from lit_grpo.types import GroupKey, Key, SamplePath
 
-LONGEST, SHORTEST = 8, 2
-"""Tokens before a drafted one that are looked up: the most, and the fewest that are enough to draft."""
+LONGEST = 8
+"""Tokens before a drafted one that are looked up, at most; one that stood there before is enough to draft."""
 KEPT_BYTES = 256 * 2**20
 """Memory for completions of earlier visits, :data:`TOKEN_BYTES` a token; beyond it those visited first are dropped."""
 TOKEN_BYTES = 4
@@ -43,9 +43,8 @@ class _Texts:
 
     The index is a trie of contexts read backwards: the node of ``c b a`` is reached from the root by ``a``, ``b``,
     ``c``. A node is made when a context occurs for the first time, and a deeper one when the shallower context occurs
-    for the second time, so that there are about two nodes a token. Each node holds the place of a token that followed
-    its context: the last one of the token that wins a majority vote (Boyer and Moore 1981) among all that followed, so
-    any token that more than half of the occurrences have.
+    for the second time, so that there are about two nodes a token. Each node holds the last place of the token that
+    followed its context most often.
 
     Attributes:
         texts: Token ids of the prompt, and of each completion after the last tokens of the prompt.
@@ -63,7 +62,8 @@ class _Texts:
         self.is_released = False
         self._edges: dict[int, int] = {}
         self._places = array("q", [0])
-        self._votes = array("i", [0])  # for the token at the place; 0 where the context has occurred once
+        self._times = array("i", [0])  # how often the token at the place followed; 0 where the context occurred once
+        self._tallies: dict[int, int] = {}  # how often a token followed, of contexts that occurred more than once
         self._begin = array("i", prompt_ids[-LONGEST:])
         self._add(array("i"), prompt_ids, None)
         for token_ids in earlier:
@@ -94,7 +94,7 @@ class _Texts:
 
     def _index(self, number: int, token_ids: Sequence[int]) -> None:
         """Append tokens to a text, and let each be found by what stands before it."""
-        texts, edges, places, votes = self.texts, self._edges, self._places, self._votes
+        texts, edges, places, times, tallies = self.texts, self._edges, self._places, self._times, self._tallies
         text = texts[number]
         for index, token in enumerate(token_ids, len(text)):
             text.append(token)
@@ -105,28 +105,26 @@ class _Texts:
                 if not node:
                     edges[edge] = len(places)
                     places.append(place)
-                    votes.append(0)
+                    times.append(0)
                     break
                 known = places[node]
                 other, there = texts[known >> _PLACE], known & 0xFFFFFFFF
-                if not votes[node]:  # the context occurs for the second time: the first goes one token deeper
+                if not times[node]:  # the context occurs for the second time: the first goes one token deeper
                     depth = index - before
                     deeper = there - depth - 1
                     if deeper >= 0 and depth < LONGEST:
                         edges[node << _BITS | other[deeper]] = len(places)
                         places.append(known)
-                        votes.append(0)
-                    votes[node] = 1
-                if other[there] == token:
-                    votes[node] += 1
-                elif votes[node] > 1:
-                    votes[node] -= 1
-                    continue
-                places[node] = place
+                        times.append(0)
+                    tallies[node << _BITS | other[there]] = times[node] = 1
+                tally = tallies.get(node << _BITS | token, 0) + 1
+                tallies[node << _BITS | token] = tally
+                if tally >= times[node]:
+                    times[node], places[node] = tally, place
 
     def propose(self, path: SamplePath, most: int) -> Proposal:
         """Return at most ``most`` tokens that may follow what a sample has come to."""
-        texts, edges, places, votes = self.texts, self._edges, self._places, self._votes
+        texts, edges, places, times = self.texts, self._edges, self._places, self._times
         number = self.rows[path]
         context, drafted = texts[number][-LONGEST:], list[int]()
         source, matched = NOTHING.source, 0
@@ -137,19 +135,17 @@ class _Texts:
                 if not deeper:
                     break
                 node, depth = deeper, depth + 1
-            if depth == 0:
+            if not depth:
                 break
             origin, there = places[node] >> _PLACE, places[node] & 0xFFFFFFFF
             text = texts[origin]
-            if not votes[node]:  # it has occurred once: there may be more of the context there
+            if not times[node]:  # it has occurred once: there may be more of the context there
                 while depth < len(context) and there > depth and text[there - depth - 1] == context[-depth - 1]:
                     depth += 1
-            if depth < SHORTEST:
-                break
             if not drafted:
                 own = origin == 0 or origin == number
                 source, matched = "own" if own else "visit" if self.paths[origin] is None else "sibling", depth
-            found = text[there : there + (1 if votes[node] else most - len(drafted))]
+            found = text[there : there + (1 if times[node] else most - len(drafted))]
             drafted += found
             context = (context + found)[-LONGEST:]
         return Proposal(drafted, source, matched) if drafted else NOTHING
