@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from lit_grpo.rollout.slots import drafts
-from lit_grpo.rollout.slots.drafts import LONGEST, DraftSource, Proposal
+from lit_grpo.rollout.slots.drafts import LONGEST, MATCHED, DraftSource, Proposal
 from lit_grpo.types import Key
 
 
@@ -27,9 +27,9 @@ def followers(texts: list[list[int]], first: list[int], suffix: list[int]) -> li
     ]
 
 
-def longest(texts: list[list[int]], first: list[int], text: list[int]) -> tuple[int, list[int]]:
-    """The length of the longest suffix of ``text``, at most LONGEST, that something follows, and what does."""
-    for length in range(min(LONGEST, len(text)), 0, -1):
+def longest(texts: list[list[int]], first: list[int], text: list[int], most: int) -> tuple[int, list[int]]:
+    """The length of the longest suffix of ``text``, at most ``most``, that something follows, and what does."""
+    for length in range(min(most, len(text)), 0, -1):
         if found := followers(texts, first, text[-length:]):
             return length, found
     return 0, []
@@ -56,12 +56,13 @@ def test_drafts_begin_with_what_follows_the_longest_suffix_in_any_text_of_the_gr
         for sample, text in rows.items():
             most = rng.randrange(1, 6)
             proposal = source.propose(key(sample, 1), most)
-            length, following = longest([*texts, *rows.values()], [*first, *[len(prompt)] * len(rows)], text)
+            searched, begins = [*texts, *rows.values()], [*first, *[len(prompt)] * len(rows)]
+            length, following = longest(searched, begins, text, LONGEST)
             if not length:
                 assert proposal == Proposal([])
                 continue
             checked += 1
-            assert proposal.matched == length
+            assert length <= proposal.matched <= longest(searched, begins, text, MATCHED)[0]
             assert 1 <= len(proposal.token_ids) <= most
             times = Counter(following)
             assert times[proposal.token_ids[0]] == max(times.values())

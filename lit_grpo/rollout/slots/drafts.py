@@ -11,8 +11,10 @@ from typing import Literal, NamedTuple
 
 from lit_grpo.types import GroupKey, Key, SamplePath
 
-LONGEST = 8
+LONGEST = 4
 """Tokens before a drafted one that are looked up, at most; one that stood there before is enough to draft."""
+MATCHED = 8
+"""Tokens before a drafted one that are counted where it is from, at most."""
 KEPT_BYTES = 256 * 2**20
 """Memory for completions of earlier visits, :data:`TOKEN_BYTES` a token; beyond it those visited first are dropped."""
 TOKEN_BYTES = 4
@@ -25,7 +27,7 @@ Source = Literal["own", "sibling", "visit"]
 class Proposal(NamedTuple):
     """Drafted tokens, no more than were asked for and empty where there are none.
 
-    ``matched`` is the number of the row's last tokens, at most :data:`LONGEST`, that stand before the first drafted
+    ``matched`` is the number of the row's last tokens, at most :data:`MATCHED`, that stand before the first drafted
     token in the text that it is from. That is the row's ``own`` text (its prompt is part of it), a ``sibling``'s, or a
     completion of the prompt's last ``visit``.
     """
@@ -43,7 +45,7 @@ class _Texts:
 
     The index is a trie of contexts read backwards: the node of ``c b a`` is reached from the root by ``a``, ``b``,
     ``c``. A node is made when a context occurs for the first time, and a deeper one when the shallower context occurs
-    for the second time, so that there are about two nodes a token. Each node holds the last place of the token that
+    for the second time, so that there are one to two nodes a token. Each node holds the last place of the token that
     followed its context most often.
 
     Attributes:
@@ -64,7 +66,7 @@ class _Texts:
         self._places = array("q", [0])
         self._times = array("i", [0])  # how often the token at the place followed; 0 where the context occurred once
         self._tallies: dict[int, int] = {}  # how often a token followed, of contexts that occurred more than once
-        self._begin = array("i", prompt_ids[-LONGEST:])
+        self._begin = array("i", prompt_ids[-MATCHED:])
         self._add(array("i"), prompt_ids, None)
         for token_ids in earlier:
             self._add(self._begin, token_ids, None)
@@ -124,28 +126,25 @@ class _Texts:
 
     def propose(self, path: SamplePath, most: int) -> Proposal:
         """Return at most ``most`` tokens that may follow what a sample has come to."""
-        texts, edges, places, times = self.texts, self._edges, self._places, self._times
-        number = self.rows[path]
-        context, drafted = texts[number][-LONGEST:], list[int]()
-        source, matched = NOTHING.source, 0
+        edges, number, drafted = self._edges, self.rows[path], list[int]()
+        context, source, matched = self.texts[number][-MATCHED:], NOTHING.source, 0
         while len(drafted) < most:
-            node = depth = 0
-            for token in reversed(context):
+            node = 0
+            for token in context[: -LONGEST - 1 : -1]:
                 deeper = edges.get(node << _BITS | token, 0)
                 if not deeper:
                     break
-                node, depth = deeper, depth + 1
-            if not depth:
+                node = deeper
+            if not node:
                 break
-            origin, there = places[node] >> _PLACE, places[node] & 0xFFFFFFFF
-            text = texts[origin]
-            if not times[node]:  # it has occurred once: there may be more of the context there
-                while depth < len(context) and there > depth and text[there - depth - 1] == context[-depth - 1]:
-                    depth += 1
+            origin, there = self._places[node] >> _PLACE, self._places[node] & 0xFFFFFFFF
+            text = self.texts[origin]
             if not drafted:
                 own = origin == 0 or origin == number
-                source, matched = "own" if own else "visit" if self.paths[origin] is None else "sibling", depth
-            found = text[there : there + (1 if times[node] else most - len(drafted))]
+                source = "own" if own else "visit" if self.paths[origin] is None else "sibling"
+                while matched < len(context) and there > matched and text[there - matched - 1] == context[-matched - 1]:
+                    matched += 1
+            found = text[there : there + most - len(drafted)]
             drafted += found
             context = (context + found)[-LONGEST:]
         return Proposal(drafted, source, matched) if drafted else NOTHING
