@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,9 @@ from benchmarks.recorded_rollouts import (
     ROLLOUTS,
     RecordedCompletion,
     Recording,
+    is_recorded,
     read_prompts,
+    read_recording,
     read_rollout,
     record,
 )
@@ -48,6 +51,11 @@ SOURCES = {
     "all three": (True, True),
 }
 """Whether a row drafts from its siblings, and from the prompt's earlier visit."""
+OWN: dict[str, Any] = {"updates": 10, "task_tokens": 96}
+GIVEN: dict[str, Any] = {"per_kind": 2, "updates": 10, "task_tokens": 96}
+"""Fewer prompts of a policy that is given, which may be large."""
+QUICK: dict[str, Any] = {"per_kind": 1, "group": 4, "max_tokens": 48, "num_slots": 16}
+QUICK |= {"updates": 1, "task_prompts": 2, "task_tokens": 16}
 TAIL_TOKENS, MOST_US = 1.25, 20
 
 
@@ -165,32 +173,23 @@ def index_bytes(prompts: dict[str, list[int]], rollout: Sequence[RecordedComplet
 
 
 def main(options: Options) -> int:
-    """Record what has not been recorded, replay all of it, and judge."""
+    """Record a policy if that has not been done, replay all recordings, and judge."""
     torch.set_num_threads(1)
-    recordings = _recordings(options)
-    settings: Row = {"longest match": LONGEST, "temperature": 1.0, "decoding": "bf16-mixed"}
-    settings |= {"kept bytes a token": TOKEN_BYTES, "threads": 1}
+    settings: Row = {"longest match": LONGEST, "temperature": 1.0, "decoding": "bf16-mixed", "threads": 1}
+    settings["kept bytes a token"] = TOKEN_BYTES
     table: list[Row] = []
     claims: list[Claim] = []
     with _folder(options) as folder:
-        for name, recording in recordings.items():
-            record(recording, folder / name)
-            rows = _rows(name, recording, folder / name)
+        policy = options.policy or (TINY if options.quick else SMOLLM2)
+        recording = Recording(policy, **(QUICK if options.quick else OWN if options.policy is None else GIVEN))
+        record(recording, folder / Path(policy).name)
+        for place in sorted(place for place in folder.iterdir() if is_recorded(place)):
+            rows = _rows(place)
             table += rows
-            claims += _claims(name, rows)
-            settings[name] = _setting(recording, folder / name)
-            note(f"{name}: {settings[name]}")
+            claims += _claims(place.name, rows)
+            settings[place.name] = _setting(place)
+            note(f"{place.name}: {settings[place.name]}")
     return finish("drafts_gate", options, settings, table, claims)
-
-
-def _recordings(options: Options) -> dict[str, Recording]:
-    if options.quick:
-        return {"tiny": Recording(TINY, 1, 4, 48, 16, 1, 2, 16)}
-    recordings = {"smollm2": Recording(SMOLLM2, task_tokens=96)}
-    if options.policy is not None:
-        name = Path(options.policy).name
-        recordings[name] = Recording(options.policy, per_kind=2, max_tokens=400, updates=12, task_tokens=96)
-    return recordings
 
 
 @contextmanager
@@ -203,8 +202,8 @@ def _folder(options: Options) -> Iterator[Path]:
         yield ROOT / "runs" / "drafts_gate"
 
 
-def _rows(name: str, recording: Recording, folder: Path) -> list[Row]:
-    prompts = read_prompts(folder)
+def _rows(folder: Path) -> list[Row]:
+    prompts, recording, name = read_prompts(folder), read_recording(folder), folder.name
     first, second, trained = (read_rollout(folder, each) for each in ROLLOUTS)
     rows, matches = list[Row](), list[Row]()
     for when, rollout in (("before", second), ("after", trained)):
@@ -218,6 +217,7 @@ def _rows(name: str, recording: Recording, folder: Path) -> list[Row]:
                 row: Row = {"policy": name, "training": when, "k": most, "from": sources}
                 row |= {where: round(replayed.per_step(where), 3) for where in ("all", "tail", "last")}
                 row |= {
+                    "tail_row_steps": replayed.row_steps["tail"],
                     "steps": replayed.steps,
                     "of": without.steps,
                     "drafted": round(num_drafted / replayed.row_steps["all"], 3),
@@ -237,8 +237,9 @@ def _rows(name: str, recording: Recording, folder: Path) -> list[Row]:
     return rows + matches
 
 
-def _setting(recording: Recording, folder: Path) -> str:
+def _setting(folder: Path) -> str:
     """What was recorded, as text."""
+    recording = read_recording(folder)
     rollouts = [read_rollout(folder, each) for each in ROLLOUTS]
     means = [sum(len(each.token_ids) for each in rollout) / len(rollout) for rollout in rollouts]
     at_limit = [sum(len(each.token_ids) == recording.max_tokens for each in rollout) for rollout in rollouts]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +140,13 @@ class _Steps:
 def record(recording: Recording, folder: Path) -> None:
     """Write what is missing of the prompts, the three rollouts and the updates between them into ``folder``.
 
-    Files are ``prompts.json`` (kind and token ids by name), ``ROLLOUT.jsonl``, ``updates.jsonl`` (reward and mean
-    length of each update) and ``trained.pt``.
+    Files are ``recording.json`` (the settings), ``prompts.json`` (kind and token ids by name), ``ROLLOUT.jsonl``,
+    ``updates.jsonl`` (reward and mean length of each update) and ``trained.pt``.
     """
-    if all((folder / f"{name}.jsonl").exists() for name in ROLLOUTS):
+    if is_recorded(folder):
         return
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recording.json").write_text(json.dumps(asdict(replace(recording, policy=folder.name))))
     place = resolve_policy(recording.policy)
     policy, tokenizer = load_policy(place), load_tokenizer(place)
     texts = {
@@ -164,6 +165,16 @@ def record(recording: Recording, folder: Path) -> None:
             add_adapters(policy, LORA)
             _train(policy.train(), tokenizer, recording, folder)
             _roll_out(policy, tokenizer, prompts, 1, recording, trained)
+
+
+def is_recorded(folder: Path) -> bool:
+    """Return whether a folder has the three rollouts."""
+    return all((folder / f"{name}.jsonl").exists() for name in ROLLOUTS)
+
+
+def read_recording(folder: Path) -> Recording:
+    """Return the settings of a recording, with the folder's name for the policy."""
+    return Recording(**json.loads((folder / "recording.json").read_text()))
 
 
 def read_rollout(folder: Path, name: str) -> list[RecordedCompletion]:
