@@ -7,8 +7,9 @@ token that is accepted is the token that would have been sampled, so this is wha
 kernels that round differently by the number of rows. Replayed without drafts a rollout takes the recorded steps.
 
 Tokens a step are of a row: of all; in the tail, where fewer than a quarter of the slots decode; and of the last one of
-each group. The earlier visit of a trained policy is that of the untrained one. ``us`` is the CPU time of ``extend`` and
-``propose`` a row and step. Rows with ``matched`` have the accepted tokens of a draft by its source and match.
+each group. The earlier visit of a trained policy is that of the untrained one. ``us`` is the CPU time of
+``extend`` and ``propose`` a row and step, ``open_us`` of ``open`` a row, the least of three replays. Rows with ``matched`` have the accepted tokens of a draft by its source and
+match.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ GIVEN: dict[str, Any] = {"per_kind": 2, "updates": 10, "task_tokens": 96}
 """Fewer prompts of a policy that is given, which may be large."""
 QUICK: dict[str, Any] = {"per_kind": 1, "group": 4, "max_tokens": 48, "num_slots": 16}
 QUICK |= {"updates": 1, "task_prompts": 2, "task_tokens": 16}
+REPEATS = 3
 TAIL_TOKENS, MOST_US = 1.25, 20
 
 
@@ -71,7 +73,8 @@ class Replay:
         accepted: Those that were sampled, by source.
         by_match: Drafts and their accepted tokens, by source and by the number of tokens that matched.
         ended: The step at which each completion ended, in the order of the recording.
-        seconds: CPU seconds in the draft source.
+        seconds: CPU seconds of ``extend`` and ``propose``.
+        open_s: CPU seconds of ``open``.
     """
 
     steps: int = 0
@@ -82,6 +85,7 @@ class Replay:
     by_match: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     ended: dict[tuple[str, int], int] = field(default_factory=dict)
     seconds: float = 0.0
+    open_s: float = 0.0
 
     def per_step(self, where: str) -> float:
         """Tokens of a row and step."""
@@ -122,15 +126,21 @@ def replay(
             source.open((group, 0, (each.sample,)), prompts[each.prompt], each.token_ids)
             source.close((group, 0, (each.sample,)), ended=True)
         source.release((group, 0))
+        if of_prompt and not siblings:  # one row would read the earlier visit as slowly as all together should
+            source.open((group, 1, (-1,)), prompts[of_prompt[0].prompt], ())
+            for _ in range(sum(len(each.token_ids) for each in of_prompt)):
+                source.extend((group, 1, (-1,)), ())
+            source.close((group, 1, (-1,)), ended=False)
     waiting, rows = deque(range(len(rollout))), dict[int, int]()
     left = Counter(each.prompt for each in rollout)
     while waiting or rows:
+        began = clock()
         while waiting and len(rows) < num_slots:
             row = waiting.popleft()
             rows[row] = 0
             source.open(keys[row], prompts[rollout[row].prompt], ())
+        replayed.open_s += clock() - began
         replayed.steps += 1
-        began = clock()
         proposals = {row: source.propose(keys[row], most) for row in rows}
         replayed.seconds += clock() - began
         gained: dict[int, int] = {}
@@ -212,7 +222,8 @@ def _rows(folder: Path) -> list[Row]:
         assert without.ended == recorded, "a replay without drafts does not take the recorded steps"
         for most in TOKENS:
             for sources, (siblings, visit) in SOURCES.items():
-                replayed = replay(prompts, rollout, recording.num_slots, most, siblings, first if visit else ())
+                of = prompts, rollout, recording.num_slots, most, siblings, first if visit else ()
+                replayed, *again = (replay(*of) for _ in range(REPEATS if siblings else 1))
                 num_drafted, num_accepted = sum(replayed.drafted.values()), sum(replayed.accepted.values())
                 row: Row = {"policy": name, "training": when, "k": most, "from": sources}
                 row |= {where: round(replayed.per_step(where), 3) for where in ("all", "tail", "last")}
@@ -227,7 +238,11 @@ def _rows(folder: Path) -> list[Row]:
                     f"of_{source}": round(replayed.accepted[source] / number, 3)
                     for source, number in sorted(replayed.drafted.items())
                 }
-                rows.append(row | {"us": round(replayed.seconds / replayed.row_steps["all"] * 1e6, 2)})
+                if siblings:  # else each row has an index of its own
+                    seconds = min(each.seconds for each in (replayed, *again))
+                    row["us"] = round(seconds / replayed.row_steps["all"] * 1e6, 2)
+                    row["open_us"] = round(min(each.open_s for each in (replayed, *again)) / len(rollout) * 1e6, 2)
+                rows.append(row)
                 if (most, siblings, visit) == (TOKENS[-1], True, True):
                     matches += [
                         {"policy": name, "training": when, "k": most, "from": source, "matched": matched}
@@ -258,10 +273,10 @@ def _claims(name: str, rows: Sequence[Row]) -> list[Claim]:
         return float(row[column])
 
     text = f"{name}: tokens a step in the tail after training, k = 7, from all three"
-    cost = max(float(row["us"]) for row in rows if "us" in row)
+    cost = max(float(row["us"]) for row in rows if row["from"] == "all three")
     return [
         Claim(text, of("after", 7, "all three", "tail"), ">=", TAIL_TOKENS),
-        Claim(f"{name}: us of CPU a row and step, the most of all", cost, "<=", MOST_US),
+        Claim(f"{name}: us of CPU a row and step, from all three, the most", cost, "<=", MOST_US),
     ]
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from lit_grpo.rollout.slots import drafts
-from lit_grpo.rollout.slots.drafts import LONGEST, MATCHED, DraftSource, Proposal
+from lit_grpo.rollout.slots.drafts import LONGEST, MATCHED, PIECE, DraftSource, Proposal
 from lit_grpo.types import Key
 
 
@@ -46,7 +46,11 @@ def test_drafts_begin_with_what_follows_the_longest_suffix_in_any_text_of_the_gr
         source.close(key(sample), ended=True)
     source.release(key(0)[:2])
     texts, first = [prompt, *([*prompt, *tokens] for tokens in earlier)], [0, *[len(prompt)] * len(earlier)]
-    rows: dict[int, list[int]] = {}
+    rows: dict[int, list[int]] = {0: [*prompt]}
+    source.open(key(0, 1), prompt, [])
+    for _ in range(2 * 20 // PIECE + 2):  # until all of the earlier visit has been read
+        source.extend(key(0, 1), [0])
+        rows[0].append(0)
     checked = 0
     for _ in range(80):
         if len(rows) < 4 and rng.random() < 0.3:
@@ -78,6 +82,20 @@ def test_each_further_token_of_a_draft_is_what_would_be_drafted_after_the_ones_b
     source.open(key(0), [1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [])
     assert source.propose(key(0), 3) == Proposal([4, 5, 6], "own", 3)
     assert source.propose(key(0), 9) == Proposal([4, 5, 6, 7, 1, 2, 3, 4, 5], "own", 3)
+
+
+def test_an_earlier_visit_is_read_piece_by_piece_the_beginnings_first() -> None:
+    source, long = DraftSource(), list(range(100, 100 + 3 * PIECE))
+    for sample, first in enumerate((1000, 2000)):
+        source.open(key(sample), [1, 2], [first, *long])
+        source.close(key(sample), ended=True)
+    source.open(key(0, visit=1), [1, 2], [])
+    source.extend(key(0, visit=1), [1000])
+    assert source.propose(key(0, visit=1), 99).token_ids == long[: PIECE - 1]
+    source.extend(key(0, visit=1), [2000])
+    assert source.propose(key(0, visit=1), 99).token_ids == long[: 2 * PIECE - 1]
+    source.extend(key(0, visit=1), long[:1])
+    assert source.propose(key(0, visit=1), 99).token_ids == long[1 : 2 * PIECE - 1]
 
 
 def test_the_source_of_a_draft_is_told() -> None:

@@ -6,13 +6,15 @@ A draft is a guess that the policy verifies, so nothing here changes a sample, a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from lit_grpo.types import GroupKey, Key, SamplePath
 
 LONGEST = 4
 """Tokens before a drafted one that are looked up, at most; one that stood there before is enough to draft."""
+PIECE = 8
+"""Tokens of an earlier visit that are indexed at a time."""
 MATCHED = 8
 """Tokens before a drafted one that are counted where it is from, at most."""
 KEPT_BYTES = 256 * 2**20
@@ -68,12 +70,14 @@ class _Texts:
         self._tallies: dict[int, int] = {}  # how often a token followed, of contexts that occurred more than once
         self._begin = array("i", prompt_ids[-MATCHED:])
         self._add(array("i"), prompt_ids, None)
-        for token_ids in earlier:
-            self._add(self._begin, token_ids, None)
+        for _ in earlier:
+            self._add(self._begin, (), None)
+        self._unread = _pieces(earlier)
 
     def add(self, path: SamplePath, token_ids: Sequence[int]) -> None:
         """Let a sample's text be that of these tokens, of which it may have some already."""
         self.open.add(path)
+        self._read()
         number = self.rows.get(path)
         if number is not None:
             known = self.texts[number][len(self._begin) :]
@@ -90,6 +94,12 @@ class _Texts:
 
     def extend(self, path: SamplePath, token_ids: Sequence[int]) -> None:
         self._index(self.rows[path], token_ids)
+        self._read()
+
+    def _read(self) -> None:
+        """Index a piece of the earlier visit, so that no step waits for all of it."""
+        if piece := next(self._unread, None):
+            self._index(*piece)
 
     def own_tokens(self, path: SamplePath) -> array[int]:
         return self.texts[self.rows[path]][len(self._begin) :]
@@ -98,31 +108,30 @@ class _Texts:
         """Append tokens to a text, and let each be found by what stands before it."""
         texts, edges, places, times, tallies = self.texts, self._edges, self._places, self._times, self._tallies
         text = texts[number]
-        for index, token in enumerate(token_ids, len(text)):
-            text.append(token)
-            place, node = number << _PLACE | index, 0
-            for before in range(index - 1, max(index - 1 - LONGEST, -1), -1):
-                edge = node << _BITS | text[before]
+        for token in token_ids:
+            place, node = number << _PLACE | len(text), 0
+            for depth, before in enumerate(text[: -LONGEST - 1 : -1], 1):
+                edge = node << _BITS | before
                 node = edges.get(edge, 0)
                 if not node:
                     edges[edge] = len(places)
                     places.append(place)
                     times.append(0)
                     break
-                known = places[node]
-                other, there = texts[known >> _PLACE], known & 0xFFFFFFFF
-                if not times[node]:  # the context occurs for the second time: the first goes one token deeper
-                    depth = index - before
-                    deeper = there - depth - 1
-                    if deeper >= 0 and depth < LONGEST:
-                        edges[node << _BITS | other[deeper]] = len(places)
+                often = times[node]
+                if not often:  # the context occurs for the second time: the first goes one token deeper
+                    known = places[node]
+                    other, there = texts[known >> _PLACE], known & 0xFFFFFFFF
+                    if depth < LONGEST and there > depth:
+                        edges[node << _BITS | other[there - depth - 1]] = len(places)
                         places.append(known)
                         times.append(0)
-                    tallies[node << _BITS | other[there]] = times[node] = 1
+                    tallies[node << _BITS | other[there]] = often = times[node] = 1
                 tally = tallies.get(node << _BITS | token, 0) + 1
                 tallies[node << _BITS | token] = tally
-                if tally >= times[node]:
+                if tally >= often:
                     times[node], places[node] = tally, place
+            text.append(token)
 
     def propose(self, path: SamplePath, most: int) -> Proposal:
         """Return at most ``most`` tokens that may follow what a sample has come to."""
@@ -148,6 +157,14 @@ class _Texts:
             drafted += found
             context = (context + found)[-LONGEST:]
         return Proposal(drafted, source, matched) if drafted else NOTHING
+
+
+def _pieces(earlier: Sequence[Sequence[int]]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the beginnings of all texts, then what follows of each, with the numbers of the texts."""
+    for first in range(0, max(map(len, earlier), default=0), PIECE):
+        for number, token_ids in enumerate(earlier, 1):
+            if piece := token_ids[first : first + PIECE]:
+                yield number, piece
 
 
 class DraftSource:
