@@ -7,9 +7,9 @@ token that is accepted is the token that would have been sampled, so this is wha
 kernels that round differently by the number of rows. Replayed without drafts a rollout takes the recorded steps.
 
 Tokens a step are of a row: of all; in the tail, where fewer than a quarter of the slots decode; and of the last one of
-each group. The earlier visit of a trained policy is that of the untrained one. ``us`` is the CPU time of
-``extend`` and ``propose`` a row and step, ``open_us`` of ``open`` a row, the least of three replays. Rows with ``matched`` have the accepted tokens of a draft by its source and
-match.
+each group. The earlier visit of a trained policy is that of the untrained one. ``us`` is the CPU time of ``extend`` and
+``propose`` a row and step, ``open_us`` that of ``open`` a row, the least of three replays each. Rows with ``matched``
+have the accepted tokens of a draft by its source and match.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from lit_grpo.types import GroupKey, Key, SamplePath
 
-LONGEST = 4
+LONGEST = 3
 """Tokens before a drafted one that are looked up, at most; one that stood there before is enough to draft."""
 PIECE = 8
 """Tokens of an earlier visit that are indexed at a time."""
