@@ -19,7 +19,7 @@ MATCHED = 8
 """Tokens before a drafted one that are counted where it is from, at most."""
 KEPT_BYTES = 256 * 2**20
 """Memory for completions of earlier visits, :data:`TOKEN_BYTES` a token; beyond it those visited first are dropped."""
-TOKEN_BYTES = 4
+TOKEN_BYTES = array("i").itemsize
 _BITS = 24  # of a token id in the number of an edge
 _PLACE = 32  # bits of an index in the number of a place
 
