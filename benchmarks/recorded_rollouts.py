@@ -233,7 +233,7 @@ def _train(policy: Any, tokenizer: Any, recording: Recording, folder: Path) -> N
     settings = LearnerSettings(
         Objective(), Advantages(), {"exact": 1.0}, 1.0, sampling.max_tokens, max_tokens_per_micro_batch=512
     )
-    learner = Learner(policy, steps, settings)  # pyright: ignore[reportArgumentType]
+    learner = Learner(policy, steps, settings)
     rows = list(WordProblemRows(num_rows=recording.updates * num_prompts).rows())
     for update in range(first, recording.updates):
         drawn = enumerate(rows[update * num_prompts :][:num_prompts], update * num_prompts)
