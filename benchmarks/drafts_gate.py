@@ -9,7 +9,8 @@ kernels that round differently by the number of rows. Replayed without drafts a 
 Tokens a step are of a row: of all; in the tail, where fewer than a quarter of the slots decode; and of the last one of
 each group. The earlier visit of a trained policy is that of the untrained one. ``us`` is the CPU time of ``extend`` and
 ``propose`` a row and step, ``open_us`` that of ``open`` a row, the least of three replays each. Rows with ``matched``
-have the accepted tokens of a draft by its source and match.
+have the accepted tokens of a draft by its source and match. The target for the tail is for a policy of 0.5 billion
+parameters, given by ``--policy``; SmolLM2 is measured beside it.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def main(options: Options) -> int:
         for place in sorted(place for place in folder.iterdir() if is_recorded(place)):
             rows = _rows(place)
             table += rows
-            claims += _claims(place.name, rows)
+            claims += _claims(place.name, rows, is_judged=options.quick or place.name != SMOLLM2)
             settings[place.name] = _setting(place)
             note(f"{place.name}: {settings[place.name]}")
     return finish("drafts_gate", options, settings, table, claims)
@@ -267,15 +268,16 @@ def _setting(folder: Path) -> str:
     )
 
 
-def _claims(name: str, rows: Sequence[Row]) -> list[Claim]:
+def _claims(name: str, rows: Sequence[Row], is_judged: bool) -> list[Claim]:
     def of(training: str, most: int, sources: str, column: str) -> float:
         (row,) = (r for r in rows if column in r and (r["training"], r["k"], r["from"]) == (training, most, sources))
         return float(row[column])
 
     text = f"{name}: tokens a step in the tail after training, k = 7, from all three"
+    tail = Claim(text, of("after", 7, "all three", "tail"), ">=", TAIL_TOKENS)
     cost = max(float(row["us"]) for row in rows if row["from"] == "all three")
     return [
-        Claim(text, of("after", 7, "all three", "tail"), ">=", TAIL_TOKENS),
+        *([tail] if is_judged else []),
         Claim(f"{name}: us of CPU a row and step, from all three, the most", cost, "<=", MOST_US),
     ]
 
