@@ -30,18 +30,22 @@ from lit_grpo.rollout.vllm.arguments import (
     check_engine_args,
     check_family,
     check_fits,
+    check_min_p,
     check_on_cpu,
     check_version,
+    draft_arguments,
+    drafting,
     kv_bytes_per_token,
     require_vllm,
     server_environment,
     warn_of_dtype,
 )
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
-from lit_grpo.rollout.vllm.fleet import check_settings, wait_for
+from lit_grpo.rollout.vllm.fleet import check_server_drafts, check_settings, wait_for
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess, root_cause
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.rollout.vllm.worker.cpu_build import _expanded
 from lit_grpo.types import Prompt, Request, SamplingParams
 from scripts.make_tiny import make_tokenizer
 from tests.doubles.small_models import small_config
@@ -100,13 +104,6 @@ def test_a_server_with_an_old_vllm_is_refused(version: str) -> None:
 def test_a_server_with_the_tested_vllm_is_taken_without_a_word(version: str, recwarn: pytest.WarningsRecorder) -> None:
     check_version("The server at http://h:1", version)
     assert not recwarn.list
-
-
-def test_speculation_on_a_cpu_is_refused() -> None:
-    config: Any = small_config("qwen3", width=8)
-    check_on_cpu(config, {"speculative_config": None})
-    with pytest.raises(ValueError, match=r"speculative_config is given, but on CPUs .* are NaN .* leave it out\."):
-        check_on_cpu(config, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}})
 
 
 @pytest.mark.parametrize(
@@ -441,16 +438,138 @@ def test_a_skeleton_has_everything_but_weights(tmp_path: Path, policy_folder: Pa
     assert policy.config.architectures is None
 
 
-def test_a_model_that_drafts_needs_weights_which_no_sync_sends() -> None:
-    heads = {"method": "mtp", "num_speculative_tokens": 1}
-    with pytest.raises(ValueError, match=r"'mtp' .* lacks model and draft_load_config; add .* or leave speculative_co"):
-        check_drafts({"speculative_config": heads})
-    with pytest.raises(ValueError, match=r"'a model' .* lacks draft_load_config; add"):
-        check_drafts({"speculative_config": {"model": "small", "num_speculative_tokens": 1}})
-    given = {**heads, "model": "base", "draft_load_config": {"load_format": "auto"}}
-    for config in (None, given, {"method": "ngram", "num_speculative_tokens": 3}):
-        check_drafts({"speculative_config": config})
-    check_drafts({})
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+OF_A_MODEL = {"method": "draft_model", "num_speculative_tokens": 3, "draft_load_config": {"load_format": "auto"}}
+DRAFTS: dict[str, tuple[Any, str]] = {
+    "no mapping": ("ngram", r"speculative_config is 'ngram', which is no mapping; write, .*\{method: ngram, num"),
+    "misspelled": (NGRAM | {"prompt_lookup_maximum": 4}, "'prompt_lookup_maximum', .* did you mean prompt_lookup_max"),
+    "of vLLM's own": (NGRAM | {"target_model_config": {}}, "holds 'target_model_config', which is no field of it; lea"),
+    "no method": ({"num_speculative_tokens": 3}, "method is None; take ngram, .* eagle3 or draft_model"),
+    "not tried": (NGRAM | {"method": "medusa"}, "method is 'medusa'; take ngram, ngram_gpu, suffix, mtp, eagle3 or"),
+    "lossy": (NGRAM | {"rejection_sample_method": "synthetic"}, "method is 'synthetic', by which tokens are kept that"),
+    "lossy rate": (NGRAM | {"synthetic_acceptance_length": 2.0}, "acceptance_length is 2.0, by .* standard or block"),
+    "none": (NGRAM | {"num_speculative_tokens": 0}, "num_speculative_tokens is 0; give the tokens .* 1 to 128"),
+    "too many": (NGRAM | {"num_speculative_tokens": 129}, "num_speculative_tokens is 129; give"),
+    "no number": (NGRAM | {"num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5; give"),
+    "missing number": ({"method": "ngram"}, "num_speculative_tokens is None; give"),
+    "no package": ({"method": "suffix"}, "needs arctic-inference, .* run pip install arctic-inference==0.1.1, or take"),
+    "no weights": ({"method": "mtp"}, r"'mtp' .* lacks model and draft_load_config; add .* or leave speculative_co"),
+    "random weights": (OF_A_MODEL | {"draft_load_config": None, "model": "a"}, "lacks draft_load_config; add"),
+    "no such model": (
+        OF_A_MODEL | {"model": "/no/model"},
+        r"'/no/model', whose config.json cannot be read \(.*\);",
+    ),
+}
+"""Ways to draft that are refused, and the sentence."""
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_that_cannot_be_or_change_what_is_sampled_are_refused(
+    name: str, policy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an engine in this process and by servers that are started here, before any of them starts."""
+    monkeypatch.setattr(
+        vllm_setup.util, "find_spec", lambda package: None if package == "arctic_inference" else package
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    policy: Any = random_policy(head_dim=32)
+    config, said = DRAFTS[name]
+    given, spec = {"speculative_config": config}, PolicySpec(policy, load_tokenizer(str(policy_folder)))
+    for make in (lambda: VLLMGenerator(engine_args=given), lambda: VLLMServerGenerator(server_args=given)):
+        with pytest.raises(ValueError, match=said):
+            make().start(spec)
+    with pytest.raises(ValueError, match=said):  # as serve is told of them
+        ServerPlan(spec, 4, {}, on_gpu=True, flags=["--speculative-config", json.dumps(config)])
+
+
+def test_drafts_that_keep_the_distribution_are_counted(policy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_setup.util, "find_spec", lambda package: package)
+    policy: Any = random_policy(head_dim=32)
+    spec = PolicySpec(policy, load_tokenizer(str(policy_folder)))
+    assert drafting({}) is None and draft_arguments({}) == {}
+    heads = {"method": "mtp", "model": str(policy_folder), "draft_load_config": {"load_format": "auto"}}
+    of_model = OF_A_MODEL | {"model": str(policy_folder), "rejection_sample_method": "block"}
+    for config in (NGRAM, {"method": "suffix"}, heads, of_model):
+        check_drafts({"speculative_config": config}, spec)
+        assert draft_arguments({"speculative_config": config}) == {"per_request_spec_decode_metrics": "summary"}
+    short = {"spec_method": "ngram", "spec_tokens": "3"}
+    assert drafting(short) == {"method": "ngram", "num_speculative_tokens": "3"}
+    check_drafts(short, spec)
+
+
+def test_a_model_drafts_from_the_tokens_of_the_policy(tmp_path: Path, policy_folder: Path) -> None:
+    policy: Any = random_policy(head_dim=32)
+    spec = PolicySpec(policy, load_tokenizer(str(policy_folder)))
+    config, known = json.loads((policy_folder / "config.json").read_text()), policy.config.vocab_size
+
+    def check(number: int, **changes: Any) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": number}))
+        check_drafts({"speculative_config": OF_A_MODEL | {"model": str(tmp_path)} | changes}, spec)
+
+    check(known)
+    for number, changes in ((known - 1, {}), (known + 1, {}), (known + 1, {"method": "eagle3"})):
+        with pytest.raises(
+            ValueError, match=rf"drafts from {number} tokens, and the policy knows {known}; take a model"
+        ):
+            check(number, **changes)
+    check(known - 1, method="eagle3")  # whose heads leave rare tokens out
+    check(known - 1, use_heterogeneous_vocab=True)
+
+
+def test_drafts_that_may_be_missing_are_refused_for_recurrent_layers(policy_folder: Path) -> None:
+    policy: Any = random_policy(hybrid=True)
+    spec = PolicySpec(policy, load_tokenizer(str(policy_folder)))
+    with pytest.raises(
+        ValueError, match=r"is 'ngram', and the policy .* recurrent layers, .*39273\); take method: mtp"
+    ):
+        check_drafts({"speculative_config": NGRAM}, spec)
+    with pytest.raises(ValueError, match=r"^At the server http://h:1 speculative_config.method is 'ngram', and "):
+        check_server_drafts("http://h:1", NGRAM, None, spec)
+    heads = {"method": "mtp", "model": str(policy_folder), "draft_load_config": {"load_format": "auto"}}
+    check_drafts({"speculative_config": heads}, spec)
+
+
+def test_a_server_drafts_as_the_run_says(policy_folder: Path) -> None:
+    policy: Any = random_policy()
+    spec = PolicySpec(policy, load_tokenizer(str(policy_folder)))
+    served = {
+        **NGRAM,
+        "prompt_lookup_max": 5,
+        "rejection_sample_method": "standard",
+        "model": "ngram",
+        "revision": None,
+    }
+    for given in (None, NGRAM, NGRAM | {"prompt_lookup_max": 5}):
+        check_server_drafts("http://h:1", served, given, spec)
+    check_server_drafts("http://h:1", None, None, spec)
+    for there, given in ((served, NGRAM | {"num_speculative_tokens": 4}), (None, NGRAM)):
+        with pytest.raises(ValueError, match=r"^The server at http://h:1 has .* with --speculative-config '{"):
+            check_server_drafts("http://h:1", there, given, spec)
+    with pytest.raises(ValueError, match=r"^At the server http://h:1 speculative_config.synthetic_acceptance_rates is"):
+        check_server_drafts("http://h:1", served | {"synthetic_acceptance_rates": [0.5]}, None, spec)
+
+
+def test_weights_that_draft_are_kept_and_min_p_is_not_for_drafts(policy_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"a model that drafts needs .* sleep_level 2 drops them; take sleep_le"):
+        VLLMGenerator(sleep_level=2, engine_args={"speculative_config": OF_A_MODEL | {"model": str(policy_folder)}})
+    VLLMGenerator(sleep_level=2, engine_args={"speculative_config": NGRAM})
+    request = Request(Prompt("train/0", (1, 2, 3), ""), (0,), SamplingParams(min_p=0.1))
+    check_min_p(request, {})
+    with pytest.raises(ValueError, match=r"sampling.min_p is 0.1, by which vLLM does not verify drafts; set min_p"):
+        check_min_p(request, {"speculative_config": NGRAM})
+
+
+def test_on_a_cpu_drafts_are_verified_with_what_this_package_mends() -> None:
+    config: Any = small_config("qwen3", width=8)
+    check_on_cpu(config, {"worker_extension_cls": "a.B"})
+    with pytest.raises(ValueError, match="only lit_grpo's worker_extension_cls mends; leave worker_extension_cls or"):
+        check_on_cpu(config, {"worker_extension_cls": "a.B", "speculative_config": NGRAM})
+
+
+def test_values_of_rows_are_repeated_for_their_drafted_tokens() -> None:
+    values, ends = torch.tensor([0.0, 0.7, 0.5, 0.0]), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    assert _expanded(values, ends, 6, 0, 1).tolist() == [1.0, 1.0, 0.5, 0.5, 0.5, 1.0]
+    assert _expanded(torch.tensor([4, 0], dtype=torch.int32), torch.tensor([1, 2]), 2).dtype == torch.int32
 
 
 def test_a_family_that_vllm_computes_in_another_way_is_refused_with_a_remedy() -> None:

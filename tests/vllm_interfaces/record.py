@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lit_grpo.rollout.vllm.arguments import _DRAFT_FIELDS
+
 WORKER = "vllm/v1/worker/gpu_worker.py"
 USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "LLMEngine": (
@@ -27,7 +29,12 @@ USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
          "disable_log_stats", "worker_extension_cls", "kv_cache_memory_bytes",
          "gpu_memory_utilization", "scheduling_policy", "enable_sleep_mode", "distributed_executor_backend",
          "max_model_len", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank",
-         "generation_config", "async_scheduling"),
+         "generation_config", "async_scheduling", "speculative_config", "spec_method", "spec_model", "spec_tokens",
+         "per_request_spec_decode_metrics"),
+    ),
+    "SpeculativeConfig": ({"vllm/config/speculative.py": "SpeculativeConfig"}, _DRAFT_FIELDS),
+    "RequestSpecDecodeMetrics": (
+        {"vllm/v1/metrics/stats.py": "RequestSpecDecodeMetrics"}, ("histogram", "num_draft_tokens"),
     ),
     "CacheConfig": (
         {"vllm/config/cache.py": "CacheConfig"},
@@ -50,7 +57,9 @@ USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         {"vllm/outputs.py": "RequestOutput"},
         ("request_id", "finished", "outputs", "prompt_token_ids", "prompt_logprobs"),
     ),
-    "CompletionOutput": ({"vllm/outputs.py": "CompletionOutput"}, ("token_ids", "logprobs", "finish_reason")),
+    "CompletionOutput": (
+        {"vllm/outputs.py": "CompletionOutput"}, ("token_ids", "logprobs", "finish_reason", "spec_decode_metrics"),
+    ),
     "Logprob": ({"vllm/logprobs.py": "Logprob"}, ("logprob",)),
     "Worker": (
         {"vllm/v1/worker/gpu_worker.py": "Worker", "vllm/v1/worker/worker_base.py": "WorkerBase"},

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import json
 import logging
 import os
 import random
@@ -19,7 +20,9 @@ import numpy as np
 import torch
 
 from lit_grpo.memory import free_bytes
-from lit_grpo.process.terminal import warn
+from lit_grpo.policy.architecture.states import may_have_states
+from lit_grpo.policy.hub import hub_or_cache
+from lit_grpo.process.terminal import first_line, warn
 from lit_grpo.rollout.sampling import request_key
 from lit_grpo.types import Request
 
@@ -47,7 +50,21 @@ _DELTA_KEY_SIZES, _DELTA_VALUES = (64, 128), 32  # likewise, of gated DeltaNets:
 _WITH_TORCHVISION = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """The families for which vLLM imports torchvision, for texts too: the file of their model has images."""
 _NOT_RELOADED = {"gpt_oss": "experts and attention sinks"}
-_DRAFT_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+_DRAFTERS = ("ngram", "ngram_gpu", "suffix", "mtp", "eagle3", "draft_model")
+_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # of these; they may also draft nothing in a step
+_LOSSLESS = ("standard", "block")  # ways to verify a draft that keep the distribution of tokens
+_SYNTHETIC = "synthetic_"  # begins the names of fields that do not
+_MOST_DRAFTED = 128  # tokens, that vLLM's kernels verify
+_DRAFT_FIELDS = (
+    *("method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size", "rejection_sample_method"),
+    *("draft_sample_method", "prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth"),
+    *("suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+    *("model", "revision", "code_revision", "quantization", "draft_load_config", "draft_tensor_parallel_size"),
+    *("max_model_len", "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype", "parallel_drafting"),
+    *("use_heterogeneous_vocab", "use_local_argmax_reduction", "index_share_for_mtp_iteration"),
+    *("disable_padded_drafter_batch", "disable_eagle_block_drop"),
+)
+_DRAFT_SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 _WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 _CPU_SHARE = 0.4
 """Fraction of a machine's memory for the KV cache of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
@@ -273,27 +290,117 @@ def check_family(config: PreTrainedConfig, arguments: Mapping[str, Any], context
         )
 
 
-def check_drafts(arguments: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a model that drafts would begin with random weights, since no sync sends any to it."""
-    drafting = arguments.get("speculative_config")
-    if not isinstance(drafting, Mapping) or drafting.get("method") in _DRAFT_WITHOUT_WEIGHTS:
-        return
-    if lacking := [name for name in ("model", "draft_load_config") if not drafting.get(name)]:
+def drafting(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return vLLM's ``speculative_config`` among arguments, also from a command line; ``None`` where none is given."""
+    given = arguments.get("speculative_config")
+    if isinstance(given, str):
+        with contextlib.suppress(json.JSONDecodeError):
+            given = json.loads(given)
+    if given is not None and not isinstance(given, Mapping):
         raise ValueError(
-            f"speculative_config drafts by {drafting.get('method', 'a model')!r} with weights that are not sent to "
-            f"vLLM, and lacks {' and '.join(lacking)}; add draft_load_config: {{load_format: auto}}, and as model the "
-            "model that drafts (for multi-token prediction the policy that training begins with), or leave "
-            "speculative_config out."
+            f"speculative_config is {given!r}, which is no mapping; write, for example, "
+            "{method: ngram, num_speculative_tokens: 3}."
         )
+    short = {name: arguments[flag] for flag, name in _DRAFT_SHORTCUTS.items() if arguments.get(flag) is not None}
+    if given is None and not short:
+        return None
+    return {str(name).replace("-", "_"): value for name, value in (given or {}).items()} | short
+
+
+def draft_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by which an engine that drafts counts for each completion what it drafted and accepted."""
+    return {} if drafting(arguments) is None else {"per_request_spec_decode_metrics": "summary"}
+
+
+def check_drafts(arguments: Mapping[str, Any], policy: PolicySpec) -> None:
+    """Raise a ValueError if an engine could not draft as ``speculative_config`` says, or would sample something else.
+
+    A model that drafts needs weights of its own, since no sync sends any to it.
+    """
+    if (config := drafting(arguments)) is None:
+        return
+    for name in config:
+        if name not in _DRAFT_FIELDS and not name.startswith(_SYNTHETIC):
+            close = difflib.get_close_matches(name, _DRAFT_FIELDS, n=2, cutoff=0.75)
+            remedy = f"did you mean {' or '.join(close)}?" if close else "leave it out."
+            raise ValueError(f"speculative_config holds {name!r}, which is no field of it; {remedy}")
+    check_drafter(config, policy)
+    method, model, count = config["method"], config.get("model"), config.get("num_speculative_tokens")
+    is_number = str(count).isdecimal() and 1 <= int(str(count)) <= _MOST_DRAFTED
+    if not is_number and not (count is None and method in ("suffix", "mtp")):  # which have a default
+        raise ValueError(
+            f"speculative_config.num_speculative_tokens is {count!r}; give the tokens to draft in a step, 1 to "
+            f"{_MOST_DRAFTED}."
+        )
+    if method == "suffix" and util.find_spec("arctic_inference") is None:
+        raise ValueError(
+            "speculative_config.method is 'suffix', for which vLLM needs arctic-inference, which is not installed; run "
+            "pip install arctic-inference==0.1.1, or take method: ngram."
+        )
+    if method in _WITHOUT_WEIGHTS:
+        return
+    if lacking := [name for name in ("model", "draft_load_config") if not config.get(name)]:
+        raise ValueError(
+            f"speculative_config drafts by {method!r} with weights that are not sent to vLLM, and lacks "
+            f"{' and '.join(lacking)}; add draft_load_config: {{load_format: auto}}, and as model the model that "
+            "drafts (for multi-token prediction the policy that training begins with), or leave speculative_config out."
+        )
+    known, own = int(policy.config.get_text_config().vocab_size), _vocab_size(str(model), config.get("revision"))
+    fits = own is None or own == known or (own < known and method != "draft_model")  # heads may leave rare tokens out
+    if not fits and not config.get("use_heterogeneous_vocab"):
+        raise ValueError(
+            f"speculative_config.model {str(model)!r} drafts from {own} tokens, and the policy knows {known}; take a "
+            "model with the policy's tokenizer, or leave speculative_config out."
+        )
+
+
+def check_drafter(config: Mapping[str, Any], policy: PolicySpec, prefix: str = "speculative_config.") -> None:
+    """Raise a ValueError if drafts by this method, verified in this way, would change what is sampled.
+
+    ``prefix`` stands in the sentence before the names of fields.
+    """
+    method, lossy = config.get("method"), {name: value for name, value in config.items() if name.startswith(_SYNTHETIC)}
+    if (verification := config.get("rejection_sample_method")) not in (None, *_LOSSLESS):
+        lossy = {"rejection_sample_method": verification}
+    if method not in _DRAFTERS:
+        raise ValueError(f"{prefix}method is {method!r}; take {', '.join(_DRAFTERS[:-1])} or {_DRAFTERS[-1]}.")
+    for name, value in lossy.items():
+        if value is not None:
+            raise ValueError(
+                f"{prefix}{name} is {value!r}, by which tokens are kept that the policy has not sampled; leave it out, "
+                f"or take rejection_sample_method: {' or '.join(_LOSSLESS)}."
+            )
+    if method in _WITHOUT_WEIGHTS and may_have_states(policy.module):
+        raise ValueError(
+            f"{prefix}method is {method!r}, and the policy {policy.name} has recurrent layers, whose states vLLM "
+            "confuses after a step in which this method drafts nothing (its issue 39273); take method: mtp if the "
+            "policy has such layers, or leave speculative_config out."
+        )
+
+
+def _vocab_size(model: str, revision: str | None) -> int | None:
+    """Return the vocabulary size in the config.json of a folder or hub id; None if it says nothing of one."""
+    from transformers import PreTrainedConfig
+
+    try:
+        with hub_or_cache(model):
+            fields: dict[str, Any] = PreTrainedConfig.get_config_dict(model, revision=revision)[0]
+    except (OSError, ValueError) as error:
+        fields = {"error": first_line(error)}
+    if "error" in fields or not fields:
+        raise ValueError(
+            f"speculative_config.model is {model!r}, whose config.json cannot be read ({fields.get('error', 'none')}); "
+            "give the folder or hub id of a model that drafts, or leave speculative_config out."
+        )
+    return (fields.get("text_config") or fields).get("vocab_size")
 
 
 def check_on_cpu(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> None:
     """Raise a ValueError if vLLM cannot decode for this text configuration on a CPU, or computes something else."""
-    if arguments.get("speculative_config") is not None:
+    if drafting(arguments) is not None and arguments.get("worker_extension_cls"):
         raise ValueError(
-            "speculative_config is given, but on CPUs vLLM's log-probs of tokens after a draft are NaN (seen with "
-            "0.32 and method ngram), and tokens are learned with the log-probs that they were sampled with; leave it "
-            "out."
+            "speculative_config is given, but on CPUs vLLM verifies drafts with temperatures that it has not set, "
+            "which only lit_grpo's worker_extension_cls mends; leave worker_extension_cls or speculative_config out."
         )
     if not installed_version().startswith(TESTED_VERSIONS):
         return
@@ -408,6 +515,15 @@ def lora_arguments(max_rank: int) -> dict[str, Any]:
 
 
 # ---- requests ---------------------------------------------------------------------------------------------
+
+
+def check_min_p(request: Request, arguments: Mapping[str, Any]) -> None:
+    """Raise a ValueError if an engine with these arguments drafts, and a request wants what no draft is verified by."""
+    if request.sampling.min_p > 0 and drafting(arguments) is not None:
+        raise ValueError(
+            f"sampling.min_p is {request.sampling.min_p:g}, by which vLLM does not verify drafts; set min_p to 0, or "
+            "leave speculative_config out of vLLM's arguments."
+        )
 
 
 def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], keyed: bool) -> dict[str, Any]:

@@ -23,9 +23,12 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     all_draw_by_position,
+    check_drafts,
     check_engine_args,
     check_on_cpu,
     check_packages,
+    draft_arguments,
+    drafting,
     engine_arguments,
     import_vllm,
     kv_bytes_of_slots,
@@ -85,13 +88,17 @@ class VLLMGenerator(EngineGenerator):
         remedies = "raise engine_args.max_model_len", "raise kv_memory"
         super().__init__(num_slots, adapters, engine_args, sleep_level < 2, remedies)
         _check_one_device(self.arguments)
-        clash = Clash(
-            "adapters alone needs weights that an engine keeps between rollouts",
-            "sleep_level 2 drops them",
-            found=adapters == "alone" and sleep_level == 2,
-            remedy="take sleep_level 1",
-        )
-        check_clashes([clash])
+        drafts = (drafting(self.arguments) or {}).get("model") is not None
+        clashes = [
+            Clash(
+                f"{kept} needs weights that an engine keeps between rollouts",
+                "sleep_level 2 drops them",
+                found=found and sleep_level == 2,
+                remedy="take sleep_level 1",
+            )
+            for kept, found in (("adapters alone", adapters == "alone"), ("a model that drafts", drafts))
+        ]
+        check_clashes(clashes)
         self.kv_memory = MemoryAmount(kv_memory)
         self.sleep_level = sleep_level
         self._engine: Any = None
@@ -113,6 +120,7 @@ class VLLMGenerator(EngineGenerator):
                 f"at 1 and set the environment variable CUDA_VISIBLE_DEVICES={policy.device.index}, or take "
                 "lit_grpo.rollout.vllm.VLLMServerGenerator."
             )
+        check_drafts(self.arguments, policy)
         if policy.device.type == "cpu":
             check_on_cpu(policy.config.get_text_config(), self.arguments)
         check_packages(policy.config.model_type)
@@ -121,7 +129,8 @@ class VLLMGenerator(EngineGenerator):
         policy.save_skeleton(self._folder.path)
         model, tokenizer = str(self._folder.path), str(self._folder.path / TOKENIZER)
         own = self._own_arguments(policy)
-        arguments: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **own, **lora, **self.arguments}
+        own |= lora | draft_arguments(self.arguments)
+        arguments: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **own, **self.arguments}
         with (
             quiet_start(),
             _rank_told(policy.device),

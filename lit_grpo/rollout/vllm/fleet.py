@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import threading
@@ -23,7 +24,7 @@ from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.files import PrivateFolder
 from lit_grpo.process.terminal import counted, say, warn
 from lit_grpo.ranks import Ranks
-from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_version, dtype_of
+from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_drafter, check_version, drafting, dtype_of
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess
@@ -46,6 +47,7 @@ _REQUIRED: dict[str, tuple[str, tuple[Any, ...], str]] = {
 }
 """Each setting of a server that decides what is sampled: the part of vLLM's configuration that holds it, the values
 that are allowed, and the remedy."""
+_DRAFTS_COMPARED = ("method", "num_speculative_tokens", "rejection_sample_method", "prompt_lookup_max")
 _LOOK_S = 3.0  # in which a server that is well answers
 _POLL_S = 0.2  # between two looks at processes that start
 _TEND_S = 1.0  # between two looks at processes
@@ -63,6 +65,25 @@ def check_settings(url: str, config: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"The server at {url} has {name} {value!r}, which changes what is sampled or told of it; {remedy}."
             )
+
+
+def check_server_drafts(
+    url: str, served: Mapping[str, Any] | None, given: Mapping[str, Any] | None, policy: PolicySpec
+) -> None:
+    """Raise a ValueError if a server's drafts would change what is sampled, or are not those that the run asks for.
+
+    ``served`` is the server's ``speculative_config``, and ``given`` that of the run, among ``server_args``; a run
+    without one takes the server as it is.
+    """
+    if served:
+        check_drafter(served, policy, f"At the server {url} speculative_config.")
+    told = {name: value for name, value in (served or {}).items() if name in _DRAFTS_COMPARED and value is not None}
+    if any(name in _DRAFTS_COMPARED and value != told.get(name) for name, value in (given or {}).items()):
+        raise ValueError(
+            f"The server at {url} has the speculative_config {told or None}, and server_args.speculative_config is "
+            f"{dict(given or {})}; start it with --speculative-config '{json.dumps(given)}', or leave "
+            "speculative_config out of server_args."
+        )
 
 
 def wait_for(server: ServerProcess | ActorServer, deadline: float, remedy: str = "") -> None:
@@ -87,10 +108,12 @@ class Introduction:
     Args:
         rank: The rank of the adapters that the server is to take; 0 for none.
         backend: The backend of vLLM's weight transfer that the server must have; empty for files.
+        drafting: The ``speculative_config`` that a server named by ``urls`` must have; None for any.
     """
 
-    def __init__(self, policy: PolicySpec, rank: int, backend: str) -> None:
+    def __init__(self, policy: PolicySpec, rank: int, backend: str, drafting: Mapping[str, Any] | None) -> None:
         config, tokenizer = policy.config.get_text_config(), policy.tokenizer
+        self.policy, self.drafting = policy, drafting
         self.rank, self.backend = rank, backend
         self.fields = {name: getattr(config, name) for name in _COMPARED}
         self.text = str(tokenizer.decode(list(range(min(config.vocab_size, 200))), skip_special_tokens=True))
@@ -163,6 +186,8 @@ class Server:
                 "GET", "/server_info?config_format=json", read=lambda answer: dict(answer["vllm_config"])
             )
             check_settings(client.url, config)
+            drafts, given = config.get("speculative_config"), None if self.process else introduction.drafting
+            check_server_drafts(client.url, drafts, given, introduction.policy)
             client.model, self.context = client.ask(
                 "GET",
                 "/v1/models",
@@ -395,7 +420,9 @@ class Fleet:
                 self._name(self.urls)
             else:
                 self._start_own(policy, transfer | dict(server_args))
-            self._introduction = Introduction(policy, server_args.get("max_lora_rank", 0), backend)
+            self._introduction = Introduction(
+                policy, server_args.get("max_lora_rank", 0), backend, drafting(server_args)
+            )
             for server in self._servers:
                 server.introduce(self._introduction)
             for server in self._servers:  # until then a failure ends the start, and no server stands in for another

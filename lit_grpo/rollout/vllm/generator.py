@@ -19,9 +19,9 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import Capacity, StepEvents
 from lit_grpo.rollout.vllm.arguments import (
     adapter_arguments,
-    check_drafts,
     check_family,
     check_fits,
+    check_min_p,
     dtype_of,
     sampling_fields,
     warn_of_dtype,
@@ -143,7 +143,6 @@ class EngineGenerator(Versioned, ABC):
     def start(self, policy: PolicySpec) -> None:
         """Start engines for the policy's architecture, without its weights; those of the same architecture are kept."""
         warn_of_dtype(policy, self.weights_dtype)
-        check_drafts(self.arguments)
         check_family(policy.config.get_text_config(), self.arguments, policy.context_length)
         lora = self._adapter_arguments(policy)
         self.sends_alone = bool(lora)
@@ -230,6 +229,7 @@ class EngineGenerator(Versioned, ABC):
         self._streams.features.points = self.feature_points
         room = self._room()
         for request in requests:
+            check_min_p(request, self.arguments)
             check_fits(request, room.context, room.figure(min), self.remedies)
         for number, request in enumerate(requests):
             tokens = float(request.sampling.max_tokens) if expected is None else expected[number]

@@ -26,8 +26,10 @@ import httpx
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.bound import PARENT_VARIABLE
 from lit_grpo.rollout.vllm.arguments import (
+    check_drafts,
     check_on_cpu,
     check_packages,
+    draft_arguments,
     dtype_of,
     kv_bytes_of_slots,
     require_vllm,
@@ -67,13 +69,14 @@ class ServerPlan:
     ) -> None:
         require_vllm()
         known = {**given, **_named(flags)}
+        check_drafts(known, policy)
         if not on_gpu:
             check_on_cpu(policy.config.get_text_config(), known)
         check_packages(policy.config.model_type)
         kv_bytes = None  # which leaves them to vLLM
         if "gpu_memory_utilization" not in known:
             kv_bytes = kv_bytes_of_slots(policy, dtype_of(known) or policy.dtype, num_slots, known)
-        self.num_servers, self._given, self._flags = num_servers, dict(given), flags
+        self.num_servers, self._given, self._flags = num_servers, draft_arguments(known) | dict(given), flags
         self._chosen = str(policy.dtype).removeprefix("torch."), num_slots, num_servers, kv_bytes
 
     def start(

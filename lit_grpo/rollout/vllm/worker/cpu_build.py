@@ -7,12 +7,17 @@ On a CPU vLLM computes with packed copies of weights, and two of its reloads lea
 
 On any device, a layer by layer reload asks for the name of each function that loads a tensor, and MiniMax M2's is a
 ``functools.partial``, which has none.
+
+On a CPU vLLM verifies drafts with temperatures, ``top_k`` and ``top_p`` from memory that nobody has written: its kernel
+that repeats a row's value for each drafted token writes into a copy.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
+
+import torch
 
 
 def prepare_reload(model: Any) -> None:
@@ -46,3 +51,20 @@ def _process_and_pack(method: Any, layer: Any) -> None:
         del kernel.fused_experts.process_weights_after_loading
     if method.moe_kernel is kernel and not packed and next(layer.parameters()).device.type == "cpu":
         pack(layer)
+
+
+def mend_verification() -> None:
+    """Let vLLM repeat the values of rows for drafted tokens with torch, before the first draft is verified."""
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = _expanded
+
+
+def _expanded(
+    values_B: torch.Tensor, ends_B: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each row's value for its drafted tokens, which end at ``ends_B``; one value is replaced by another."""
+    counts_B = ends_B.diff(prepend=ends_B.new_zeros(1))
+    return values_B.masked_fill(values_B == replace_from, replace_to).repeat_interleave(
+        counts_B, output_size=num_tokens
+    )

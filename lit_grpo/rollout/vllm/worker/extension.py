@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from lit_grpo.policy.weights import checkpoint_name, digest
-from lit_grpo.rollout.vllm.worker.cpu_build import pack_tied_head, prepare_reload
+from lit_grpo.rollout.vllm.worker.cpu_build import mend_verification, pack_tied_head, prepare_reload
 from lit_grpo.rollout.weights.files import read
 from lit_grpo.rollout.weights.shipments import rebuild
 from lit_grpo.rollout.weights.tensors import WeightSyncError
@@ -162,6 +162,8 @@ class WorkerExtension:
         request, which is seeded again here before every draw.
         """
         runner = self.model_runner
+        if getattr(runner, "speculative_config", None) is not None and runner.device.type == "cpu":
+            mend_verification()
         sampler, batch = getattr(runner, "sampler", runner), getattr(runner, "input_batch", None)
         if sampler is None or hasattr(getattr(sampler, "sampling_states", None), "seeds"):
             return True  # one of several workers that does not sample, or the newer runner
