@@ -15,7 +15,7 @@ from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.http import Arrival, ServerError
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.rollout.vllm.streams import EngineRequests, NotAsAsked, SampledChunk
+from lit_grpo.rollout.vllm.streams import DraftCount, EngineRequests, NotAsAsked, SampledChunk
 from lit_grpo.types import EMPTY, Completion, Prompt, Request, SamplingParams, Trajectory
 
 END = 1
@@ -203,3 +203,51 @@ def test_tokens_that_are_dropped_are_no_more_of_their_engine_and_are_not_observe
     streams.take(fresh, of(A, B), 0, events)
     streams.observe(events)
     assert [observation.keys for observation in events.observations] == [[fresh.request.key]]
+
+
+def test_tokens_that_are_not_one_a_step_are_told_with_their_request(policy: PolicySpec) -> None:
+    """Those of steps with drafts, of prompts that are prefilled in parts, and of engines that are left out."""
+    streams = EngineRequests(policy)
+    begun = streams.open(request(EARLIER, max_tokens=8), 1.0, "")
+    fresh = streams.open(Request(Prompt("train/1", (A,), "a"), (0,), SamplingParams()), 1.0, "")
+    for stream in (begun, fresh):
+        streams.give_ticket(stream)
+    got = {1: ([A, B, C], [A]), 2: ([], [A, B])}
+    told = []
+    for steps, parts in got.items():
+        events = StepEvents(num_steps=steps)
+        for stream, token_ids in zip((begun, fresh), parts, strict=True):
+            streams.take(stream, of(*token_ids), 0, events)
+        streams.observe(events)
+        told.append(events.beyond)
+    begun.drop_new()
+    streams.observe(events := StepEvents(num_steps=0))
+    assert told == [{begun.request.key: 2}, {begun.request.key: -2}]
+    assert events.beyond == {begun.request.key: -3}
+
+
+def test_what_an_engine_in_this_process_drafts_is_counted_when_a_completion_ends(policy: PolicySpec) -> None:
+    generator, events = VLLMGenerator(2), StepEvents(num_active=1)
+    generator._policy, generator._streams, generator.version = policy, EngineRequests(policy), 0
+    generator._streams.give_ticket(stream := generator._streams.open(request(), 1.0, ""))
+    counts = SimpleNamespace(num_draft_tokens=9, histogram=[1, 2, 0, 1])  # steps by the tokens that were kept
+    logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in (A, END)]
+    sampled = SimpleNamespace(token_ids=[A, END], logprobs=logprobs, finish_reason="stop", spec_decode_metrics=counts)
+    output = SimpleNamespace(request_id=str(stream.ticket), outputs=[sampled], finished=True)
+    generator._engine = SimpleNamespace(step=lambda: [output])
+    generator._receive(events)
+    assert (events.num_drafted, events.num_accepted, len(events.finished)) == (9, 5, 1)
+
+
+def test_steps_of_a_server_are_its_tokens_without_those_that_it_has_drafted(policy: PolicySpec) -> None:
+    generator, parts = VLLMServerGenerator(2), list[list[Arrival]]()
+    generator._policy, generator._streams, generator.version = policy, EngineRequests(policy), 0
+    generator._streams.give_ticket(stream := generator._streams.open(request(max_tokens=16), 1.0, ""))
+    ticket = stream.ticket or 0
+    generator._pump = SimpleNamespace(arrivals=lambda timeout_s: parts.pop(0))  # pyright: ignore
+    counted = []
+    for content in (of(A, B, C, A, B), DraftCount(6, 3), of(A, B), of(A, B, C)):
+        parts.append([Arrival(ticket, content)])  # the counts are those of another completion, which has ended
+        generator._receive(events := StepEvents(num_active=1))
+        counted.append((events.num_steps, events.num_drafted, events.num_accepted))
+    assert counted == [(5, 0, 0), (0, 6, 3), (0, 0, 0), (2, 0, 0)]

@@ -380,10 +380,10 @@ class RolloutStats:
     ``num_preempted`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
     it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts were
     decoded again in it, and ``num_continued`` went on. ``num_drafted`` tokens were tried ahead, and ``num_accepted``
-    came beyond one a step, ``accepted`` by source. ``bubble_ratio`` is one minus the share of slot steps in which a
-    slot was decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans``
-    says which slot decoded which completion when, by the steps of ``clock``, and ``step_bound`` is the fewest steps
-    that these lengths allow in so many slots.
+    of them were kept, ``accepted`` by source. ``bubble_ratio`` is one minus the share of slot steps in which a slot was
+    decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans`` says
+    which slot decoded which completion when, by the steps of ``clock``, and ``step_bound`` is the fewest steps that
+    these lengths allow in so many slots.
     """
 
     num_steps: int = 0
@@ -425,7 +425,7 @@ class RolloutStats:
         self.num_steps += events.num_steps
         self.num_tokens += events.num_tokens
         self.num_drafted += events.num_drafted
-        self.num_accepted += sum(events.beyond.values())
+        self.num_accepted += events.num_accepted
         if events.accepted:
             self.accepted.update(events.accepted)
         self.active_slot_steps += events.num_active * events.num_steps

@@ -74,6 +74,7 @@ class ScriptedServer:
         lie: What is sent of a completion.
         refuses: Which prompts are answered with 400.
         sampled: The completions so far.
+        drafts: The ``speculative_config`` that it was started with.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,6 +82,7 @@ class ScriptedServer:
         self.lie: Lie = honest
         self.refuses: Callable[[list[int]], bool] = lambda prompt: False
         self.sampled: list[Sampled] = []
+        self.drafts: dict[str, Any] | None = None
         self._ends, self._version = eos_token_ids(self.policy, self.tokenizer), ""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -103,7 +105,8 @@ class ScriptedServer:
             case "/version":
                 return {"version": "0.32.0"}
             case "/server_info":
-                return {"vllm_config": {"model_config": {}, "cache_config": {"block_size": 16, "num_gpu_blocks": 1000}}}
+                cache = {"block_size": 16, "num_gpu_blocks": 1000}
+                return {"vllm_config": {"model_config": {}, "cache_config": cache, "speculative_config": self.drafts}}
             case "/v1/models":
                 return {"data": [{"id": "tiny", "max_model_len": 128}]}
             case "/tokenize":

@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ from hand_made import by_text, make_module, make_trainer, save_policy_for_vllm, 
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.generator import GenerationError
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
@@ -133,6 +135,33 @@ def slowly(server: ScriptedServer, sampled: Sampled) -> Iterator[Any]:
     for event in sampled.told():
         yield 0.05
         yield event
+
+
+def with_drafts(counts: Any) -> Lie:
+    """Its events, and after its end what it says that was drafted for it."""
+
+    def lie(server: ScriptedServer, sampled: Sampled) -> Sequence[Any]:
+        *events, last = sampled.told()
+        return [*events, {**last, "metrics": {"speculative_decoding": counts}}]
+
+    return lie
+
+
+def in_uneven_parts(server: ScriptedServer, sampled: Sampled) -> Iterator[Any]:
+    """One token, then all others: what a step with drafts brings."""
+    begun = 0
+    for end in (1, len(sampled.token_ids)):
+        if begun < end:
+            event = sampled.told()[-2]
+            choice = event["choices"][0]
+            pairs = zip(sampled.token_ids[begun:end], sampled.logprobs[begun:end], strict=True)
+            choice["token_ids"] = sampled.token_ids[begun:end]
+            choice["logprobs"] = {"content": [{"token_id": token, "logprob": each} for token, each in pairs]}
+            if end < len(sampled.token_ids):
+                choice |= {"finish_reason": None, "weight_versions": None}
+            yield {**event, "choices": [choice], "usage": {**event["usage"], "completion_tokens": end}}
+            begun = end
+    yield sampled.told()[-1]
 
 
 def past_its_end(server: ScriptedServer, sampled: Sampled) -> Sequence[Any]:
@@ -252,6 +281,10 @@ LIES: dict[str, Told] = {
         ],
         r"sends '.*' as a part of a completion, which is of another\.",
     ),
+    "tokens in uneven parts": Told(in_uneven_parts, ""),
+    "draft counts": Told(with_drafts({"num_draft_tokens": 9, "num_accepted_draft_tokens": 4}), ""),
+    "draft counts that are none": Told(with_drafts({"num_draft_tokens": -9, "num_accepted_draft_tokens": "4"}), ""),
+    "draft counts of another shape": Told(with_drafts([[], None]), ""),
     "no reason at the end": Told(lambda server, sampled: [], r"ended a completion without a reason\."),
 }
 QUICK = [
@@ -379,3 +412,38 @@ def test_a_run_whose_only_server_lies_ends_with_its_name(
     assert isinstance(run.error, GenerationError) and run.version == 0
     assert str(run.error).startswith(f"The vLLM server at {url} ends a completion with 'stop' after 3 of 12 tokens")
     assert str(run.error).endswith("No vLLM server is left; start them again and resume from the last checkpoint.")
+
+
+SERVED: dict[str, tuple[Any, Any, str]] = {
+    "as the run says": ({"method": "ngram", "num_speculative_tokens": 3}, {"num_speculative_tokens": 3}, ""),
+    "of which the run says nothing": ({"method": "ngram", "num_speculative_tokens": 3}, None, ""),
+    "of another number": (
+        {"method": "ngram", "num_speculative_tokens": 4},
+        {"num_speculative_tokens": 3},
+        r"^The server at http\S+ has the speculative_config {.*4.*}, and .* {.*3.*}; start it with --spec",
+    ),
+    "that it does not make": (None, {"method": "ngram"}, "has the speculative_config None, and server_args"),
+    "that change what is sampled": (
+        {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"},
+        None,
+        r"^At the server http\S+ speculative_config.rejection_sample_method is 'synthetic', by which tokens are kept",
+    ),
+    "of an unknown method": ({"method": "theirs"}, None, r"speculative_config.method is 'theirs'; take ngram, "),
+    "of no shape": ("fast", None, r"has the speculative_config 'fast', as no vLLM has. Start it with"),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_drafts_of_a_named_server_are_those_of_the_run_or_refused(
+    name: str, folder: Path, servers: list[tuple[ScriptedServer, str]]
+) -> None:
+    (server, url), _ = servers
+    server.drafts, given, said = SERVED[name]
+    generator = VLLMServerGenerator(4, urls=[url], server_args=given and {"speculative_config": given})
+    policy = PolicySpec(load_policy(str(folder)), load_tokenizer(str(folder)))
+    try:
+        with pytest.raises(ValueError, match=said) if said else nullcontext():
+            generator.start(policy)
+    finally:
+        generator.close()
+        server.drafts = None

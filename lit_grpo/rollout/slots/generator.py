@@ -388,6 +388,7 @@ class SlotGenerator(Versioned):
             kv_tokens, rows = self._kept.num_tokens + self._cache.allocated_tokens, self._rows
             stopped = [request.after(rows.trajectory(row)) for row, request in enumerate(rows.requests)]
             events.finished, events.beyond, events.preempted = [], {}, [*stopped, *self._incoming]
+            events.num_drafted = events.num_accepted = 0
             if self._drafter is not None:
                 for row in range(len(rows.requests)):
                     self._drafter.left(rows, row, ended=False)
@@ -636,6 +637,7 @@ class SlotGenerator(Versioned):
             events.accepted = self._drafter.took(rows, step, accepted_B)
             events.num_drafted = 0 if step.draft is None else step.draft.num_tokens
             events.num_tokens += int(accepted_B.sum())
+            events.num_accepted = int(accepted_B.sum())
             events.beyond = {rows.requests[row].key: int(accepted_B[row]) for row in np.flatnonzero(accepted_B)}
         ended = np.flatnonzero(stopped_B | (rows.sampled[: len(tokens_B)] >= sampling.max_tokens)).tolist()
         for row in ended:

@@ -345,6 +345,9 @@ class VLLMGenerator(EngineGenerator):
                 self._take(stream, chunk, events)
             except NotAsAsked as error:
                 raise GenerationError(f"{stream.engine} {error}.") from error
+            if output.finished and (counts := getattr(sampled, "spec_decode_metrics", None)) is not None:
+                events.num_drafted += counts.num_draft_tokens
+                events.num_accepted += sum(accepted * steps for accepted, steps in enumerate(counts.histogram))
 
 
 def _check_one_device(arguments: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from lit_grpo.process.terminal import counted, say, warn
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_drafter, check_version, drafting, dtype_of
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
-from lit_grpo.rollout.vllm.http import ServerClient, ServerError
+from lit_grpo.rollout.vllm.http import SERVE, ServerClient, ServerError
 from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess
 from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.shipments import Shipment
@@ -67,14 +67,14 @@ def check_settings(url: str, config: Mapping[str, Any]) -> None:
             )
 
 
-def check_server_drafts(
-    url: str, served: Mapping[str, Any] | None, given: Mapping[str, Any] | None, policy: PolicySpec
-) -> None:
+def check_server_drafts(url: str, served: Any, given: Mapping[str, Any] | None, policy: PolicySpec) -> None:
     """Raise a ValueError if a server's drafts would change what is sampled, or are not those that the run asks for.
 
     ``served`` is the server's ``speculative_config``, and ``given`` that of the run, among ``server_args``; a run
     without one takes the server as it is.
     """
+    if not isinstance(served, Mapping | None):
+        raise ValueError(f"The server at {url} has the speculative_config {served!r}, as no vLLM has. {SERVE}")
     if served:
         check_drafter(served, policy, f"At the server {url} speculative_config.")
     told = {name: value for name, value in (served or {}).items() if name in _DRAFTS_COMPARED and value is not None}

@@ -23,7 +23,7 @@ import httpx
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.vllm.guard import NAME_HEADER, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, TOKEN_VARIABLE
-from lit_grpo.rollout.vllm.streams import SampledChunk
+from lit_grpo.rollout.vllm.streams import DraftCount, SampledChunk
 
 _LOOK_S = 3.0  # in which a server that is well answers
 _EACH_S = 0.5  # between two looks of a watch
@@ -33,7 +33,7 @@ _LEAST_S = 8.0  # of silence before completions move from a server that may only
 _SYNC_S = 20.0  # of silence before such a server is left out of a sync, and of the rollout after it, or is given up new
 _LONGER = 3  # times the longest silence of a server that was well
 _WORKS = 5  # time-outs that work on weights may take
-_SERVE = "Start it with python -m lit_grpo serve and the policy's model, or correct urls."
+SERVE = "Start it with python -m lit_grpo serve and the policy's model, or correct urls."
 _CERTIFICATE = "Name the file of the certificate that has signed the server's in SSL_CERT_FILE, or correct urls."
 _AGAIN = "End it, and start it again with python -m lit_grpo serve."
 _BY_GUARD = (403, 409, 413)  # refusals of the server's guard, which tell the remedy
@@ -56,7 +56,7 @@ class ServerError(RuntimeError):
     named the server; it is empty if the error has told the remedy already.
     """
 
-    def __init__(self, sentence: str, kind: _Kind = "other", remedy: str = _SERVE) -> None:
+    def __init__(self, sentence: str, kind: _Kind = "other", remedy: str = SERVE) -> None:
         super().__init__(sentence)
         self.kind, self.remedy = kind, remedy
 
@@ -477,21 +477,25 @@ class ServerClient:
                 "other",
                 remedy="",
             )
-        remedy = "" if status in _BY_GUARD else _SERVE
+        remedy = "" if status in _BY_GUARD else SERVE
         raise self._error(f"answers {path} with: {_message(response)}", "other", remedy)
 
     def _silent(self, path: str, error: Exception) -> ServerError:
         said, kind = _named(error), "away" if isinstance(error, httpx.ConnectError) else "other"
-        remedy = _CERTIFICATE if "CERTIFICATE_VERIFY_FAILED" in said else _SERVE
+        remedy = _CERTIFICATE if "CERTIFICATE_VERIFY_FAILED" in said else SERVE
         return self._error(f"does not answer {path}: {said}.", kind, remedy)
 
-    def _error(self, what: str, kind: _Kind = "nonsense", remedy: str = _SERVE) -> ServerError:
+    def _error(self, what: str, kind: _Kind = "nonsense", remedy: str = SERVE) -> ServerError:
         return ServerError(f"The vLLM server at {self.url} {what}", kind, remedy)
 
     # ---- completions ------------------------------------------------------------------------------
 
-    async def stream(self, prompt: list[int], fields: Mapping[str, Any], salt: str) -> AsyncIterator[SampledChunk]:
+    async def stream(
+        self, prompt: list[int], fields: Mapping[str, Any], salt: str
+    ) -> AsyncIterator[SampledChunk | DraftCount]:
         """Sample a completion of ``prompt``, with the sampling parameters ``fields`` in vLLM's names, chunk by chunk.
+
+        After its end comes what was drafted for it, if the server drafts and counts it by request.
 
         The engine may share the KV cache of requests with the same ``salt``. A server that fails, refuses the request,
         or samples with other weights than those that this run has sent, is a ServerError.
@@ -507,6 +511,8 @@ class ServerClient:
                 async for line in self._lines(response):
                     if num_after >= 0:  # the completion has ended, and its answer soon does
                         num_after += 1
+                        if (count := _draft_count(line)) is not None:
+                            yield count
                         if num_after == _MAX_LINES_AFTER:
                             return
                     elif line.startswith("data: {"):
@@ -578,10 +584,10 @@ class ServerClient:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A chunk of the completion with this ticket, or the failure of its server."""
+    """A chunk of the completion with this ticket, what was drafted for it, or the failure of its server."""
 
     ticket: int
-    content: SampledChunk | ServerError
+    content: SampledChunk | DraftCount | ServerError
 
 
 class HttpReceiver:
@@ -632,6 +638,17 @@ class HttpReceiver:
         for ticket in list(self._tasks):
             self.cancel(ticket)
         self._arrivals = SimpleQueue()
+
+
+def _draft_count(line: str) -> DraftCount | None:
+    """Read what was drafted for a completion from an event after its end; None where it says nothing of drafts."""
+    try:
+        counts = json.loads(line.removeprefix("data: "))["metrics"]["speculative_decoding"]
+        count = DraftCount(counts["num_draft_tokens"], counts["num_accepted_draft_tokens"])
+    except _UNREADABLE:
+        return None
+    is_count = all(type(number) is int for number in count) and 0 <= count.num_accepted <= count.num_drafted
+    return count if is_count else None
 
 
 def _named(error: Exception) -> str:

@@ -18,7 +18,7 @@ from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
 from lit_grpo.rollout.vllm.http import Arrival, HttpReceiver, ServerError
-from lit_grpo.rollout.vllm.streams import EngineRequest, NotAsAsked
+from lit_grpo.rollout.vllm.streams import DraftCount, EngineRequest, NotAsAsked
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
 _NONE_LEFT = "No vLLM server is left; start them again and resume from the last checkpoint."
@@ -213,6 +213,10 @@ class VLLMServerGenerator(EngineGenerator):
         while not arrivals:
             arrivals = self._pump.arrivals(1.0)
         for arrival in arrivals:
+            if isinstance(arrival.content, DraftCount):
+                events.num_drafted += arrival.content.num_drafted
+                events.num_accepted += arrival.content.num_accepted
+                continue
             stream = self._streams.of_ticket(arrival.ticket)
             if stream is None:
                 continue  # it has been withdrawn
@@ -228,8 +232,8 @@ class VLLMServerGenerator(EngineGenerator):
             if stream.ticket is None:
                 self._at.pop(stream, None)
                 self._num_resumed = 0
-        self._num_due += events.num_tokens / events.num_active
-        events.num_steps = int(self._num_due)
+        self._num_due += (events.num_tokens - events.num_accepted) / events.num_active
+        events.num_steps = max(int(self._num_due), 0)
         self._num_due -= events.num_steps
 
     def _fail(self, stream: EngineRequest, error: ServerError) -> None:

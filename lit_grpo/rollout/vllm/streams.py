@@ -30,6 +30,13 @@ class NotAsAsked(Exception):
     """An engine sends what it cannot have sampled as asked; the text is a predicate, whose subject is the engine."""
 
 
+class DraftCount(NamedTuple):
+    """Tokens that an engine has drafted for a completion that has ended, and how many of them it has kept."""
+
+    num_drafted: int
+    num_accepted: int
+
+
 class SampledChunk(NamedTuple):
     """Some tokens of a completion, and why it ended if these are its last."""
 
@@ -126,6 +133,7 @@ class EngineRequest:
         self.engine = "vLLM's engine in this process"
         self.engines = request.prefix.engines  # that have sampled tokens, as of a trajectory
         self.num_observed = request.prefix.num_observed
+        self.num_reported = len(self.token_ids)  # by steps, and those that it began with
         self.num_failures = 0
 
     @property
@@ -322,7 +330,14 @@ class EngineRequests:
         return own + sum(layout.prompt(len(prompt.token_ids)) for prompt in prompts.values())
 
     def observe(self, events: StepEvents) -> None:
-        """Report observations of new prompts, and of completions that have reached a point since the last call."""
+        """Report what a step has brought that is not a token for each stream, and observations.
+
+        These are of new prompts, and of completions that have reached a point since the last call.
+        """
+        for stream in self._streams.values():
+            num_new, stream.num_reported = len(stream.token_ids) - stream.num_reported, len(stream.token_ids)
+            if num_new != events.num_steps:
+                events.beyond[stream.request.key] = num_new - events.num_steps
         events.observations += self.features.of_prompts()
         for point, streams in self._reached.items():
             if there := [each for each in dict.fromkeys(streams) if each.num_sampled >= point]:  # others were dropped
