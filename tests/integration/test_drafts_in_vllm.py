@@ -1,10 +1,16 @@
-"""A real vLLM engine loads an export with the layers of multi-token prediction that the base had."""
+"""Real vLLM engines that draft.
+
+They load exports with the layers of multi-token prediction that the base had; what they sample of a policy is of its
+distribution, with its log-probs.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +18,22 @@ import forks
 import pytest
 import torch
 from conftest import save_tokenizer, table_rows
+from hand_made import save_policy_for_vllm
 from safetensors.torch import load_file
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import export
+from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.arguments import server_environment
+from lit_grpo.rollout.vllm.engine import VLLMGenerator
+from lit_grpo.rollout.vllm.generator import EngineGenerator
+from lit_grpo.rollout.vllm.server import VLLMServerGenerator
+from lit_grpo.types import Prompt, SamplingParams
 from tests.doubles.draft_layers import add_tensors
 from tests.doubles.small_models import small_model
 
+VOCABULARY, END = 35, 1
 TESTS = Path(__file__).parents[1]
 FAMILIES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "exaone_moe": ({"layer_types": ["full_attention"] * 2}, 0, {"num_nextn_predict_layers": 1}),
@@ -67,6 +81,101 @@ def test_an_export_drafts_with_what_the_base_drafted_with(family: str, tmp_path:
         assert torch.allclose(torch.tensor(drafts[name]), tensor.bfloat16().float())
 
 
+PROMPT = Prompt("a", tuple(2 + i * 7 % 33 for i in range(66)), "")
+"""Each token twice, so that a draft follows each."""
+NUM_SHORT, NUM_LONG = 1500, 24
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+OF_ITSELF = {"method": "draft_model", "num_speculative_tokens": 2, "draft_load_config": {"load_format": "auto"}}
+ENGINES: dict[str, tuple[type[EngineGenerator], dict[str, Any]]] = {
+    "by n-grams": (VLLMGenerator, NGRAM),
+    "by a model": (VLLMGenerator, OF_ITSELF),
+    "by n-grams on a server": (VLLMServerGenerator, NGRAM),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ENGINES)
+def test_drafts_change_neither_what_is_sampled_nor_its_log_probs(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    folder = save_policy_for_vllm(tmp_path / "policy", is_long=True)
+    environment = os.environ | server_environment() | {"OMP_NUM_THREADS": "1"}
+    own = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(own)
+    process = forks.run([sys.executable, __file__, str(folder), name], 900, env=environment, cwd=tmp_path)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    told = json.loads(process.stdout.splitlines()[-1])
+    policy, temperature = load_policy(str(folder)), told["temperature"]
+    gaps = [
+        (
+            logprobs_after(policy, temperature, ids[:-1], len(ids)).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            - torch.tensor(logprobs)
+        )
+        .abs()
+        .max()
+        for ids, logprobs in told["long"]
+    ]
+    assert max(gaps) < 1e-4, max(gaps)
+    metrics = told["metrics"]
+    drafted, accepted = metrics["rollout/drafted_tokens"], metrics["rollout/accepted_tokens"]
+    assert 0 < accepted < drafted and metrics["rollout/tokens_per_step"] > 1
+    thirds = torch.bincount(
+        torch.tensor([ids[2] if len(ids) > 2 else END for ids in told["short"]]), minlength=VOCABULARY
+    )
+    expected = len(told["short"]) * distribution_of_third(policy, temperature)
+    frequent = expected > 5
+    chi_square = ((thirds - expected) ** 2 / expected)[frequent].sum()
+    degrees = int(frequent.sum()) - 1
+    assert degrees > 10 and chi_square < degrees + 6 * math.sqrt(2 * degrees), (chi_square, degrees)
+
+
+@torch.no_grad()
+def logprobs_after(policy: Any, temperature: float, token_ids: Sequence[int], count: int) -> torch.Tensor:
+    """Return transformers' log-probs (T, V) of the ``count`` tokens that begin after the prompt."""
+    ids = torch.tensor([[*PROMPT.token_ids, *token_ids]])
+    return (policy(input_ids=ids).logits[0, -count:].double() / temperature).log_softmax(-1)
+
+
+@torch.no_grad()
+def distribution_of_third(policy: Any, temperature: float) -> torch.Tensor:
+    """Return the probability of each token to be a completion's third (V); that of the end token is of ends by then."""
+    first_V = logprobs_after(policy, temperature, [], 1)[0].exp()
+    third_V = torch.zeros_like(first_V)
+    third_V[END] = first_V[END]
+    for first in (token for token in range(VOCABULARY) if token != END):
+        second_V = logprobs_after(policy, temperature, [first], 1)[0].exp() * first_V[first]
+        third_V[END] += second_V[END]
+        seconds = [token for token in range(VOCABULARY) if token != END]
+        ids_SB = torch.tensor([[*PROMPT.token_ids, first, second] for second in seconds])
+        logits_SV = policy(input_ids=ids_SB).logits[:, -1].double() / temperature
+        third_V += second_V[seconds] @ logits_SV.softmax(-1)
+    return third_V
+
+
+def sample(folder: str, name: str) -> None:
+    """Decode with an engine that drafts; print completions, short ones for their tokens, and the metrics."""
+    kind, config = ENGINES[name]
+    arguments: dict[str, Any] = {"max_model_len": 160, "block_size": 32}
+    arguments["speculative_config"] = config if config is NGRAM else config | {"model": folder}
+    policy = PolicySpec(load_policy(folder), load_tokenizer(folder))  # pyright: ignore[reportArgumentType]
+    if kind is VLLMGenerator:
+        generator: Any = VLLMGenerator(64, kv_memory="64MiB", engine_args=arguments)
+    else:
+        generator = VLLMServerGenerator(64, server_args=arguments | {"kv_cache_memory_bytes": 2**26})
+    generator.start(policy)
+    generator.load_weights(generator.weights(), 0)
+    loop, temperature = RolloutLoop(generator), 0.7
+    (short,), _ = loop.collect([PROMPT], NUM_SHORT, SamplingParams(temperature, max_tokens=3), seed=0)
+    (long,), stats = loop.collect([PROMPT], NUM_LONG, SamplingParams(temperature, max_tokens=64), seed=1)
+    told = {
+        "temperature": temperature,
+        "metrics": stats.metrics(),
+        "short": [each.completion.token_ids_T.tolist() for each in short.rollouts],
+        "long": [(each.completion.token_ids_T.tolist(), each.completion.logprobs_T.tolist()) for each in long.rollouts],
+    }
+    generator.close()
+    print(json.dumps(told), flush=True)
+
+
 def main(folder: str) -> None:
     """Start an engine that drafts, and print the vectors that its drafter holds; matrices are packed on a CPU."""
     from vllm import LLM
@@ -88,4 +197,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    (main if len(sys.argv) == 2 else sample)(*sys.argv[1:])

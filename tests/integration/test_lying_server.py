@@ -21,12 +21,15 @@ from hand_made import by_text, make_module, make_trainer, save_policy_for_vllm, 
 
 from lit_grpo.callbacks import RolloutScheduler, WeightSync
 from lit_grpo.data.module import PromptDataModule
+from lit_grpo.plugins import Listener
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.rollout.generator import GenerationError
+from lit_grpo.rollout.generator import GenerationError, StepEvents
+from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.vllm.guard import KEY_VARIABLE, TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
-from lit_grpo.types import SamplingParams
+from lit_grpo.scheduling.ledger import RequestLedger
+from lit_grpo.types import Prompt, SamplingParams
 from lit_grpo.update.metrics import LogprobGapError
 from tests.doubles.lying_server import CHUNK, Lie, Sampled, ScriptedServer, honest, serving
 
@@ -447,3 +450,46 @@ def test_the_drafts_of_a_named_server_are_those_of_the_run_or_refused(
     finally:
         generator.close()
         server.drafts = None
+
+
+class Progress(Listener):
+    """Keeps what the ledger has counted of each completion that decodes, and the tokens that are there of it."""
+
+    def __init__(self, generator: VLLMServerGenerator) -> None:
+        self.generator, self.counted, self.there = generator, list[int](), list[int]()
+
+    def on_rollout_start(self, ledger: RequestLedger) -> None:
+        self.ledger = ledger
+
+    def on_step(self, events: StepEvents) -> None:
+        progress = self.ledger.progress()
+        for stream in self.generator._streams:
+            self.counted.append(progress[stream.request.key])
+            self.there.append(stream.num_sampled)
+
+
+def test_the_ledger_counts_the_tokens_that_each_completion_has_got_and_the_metrics_what_was_drafted(
+    folder: Path, servers: list[tuple[ScriptedServer, str]]
+) -> None:
+    (server, url), _ = servers
+    counts = {"num_draft_tokens": 9, "num_accepted_draft_tokens": 2}
+    last = {"metrics": {"speculative_decoding": counts}}
+    server.lie = lambda server, sampled: [
+        *(parts := list(in_uneven_parts(server, sampled)))[:-1],
+        {**parts[-1], **last},
+    ]
+    generator = VLLMServerGenerator(4, urls=[url])
+    policy = PolicySpec(load_policy(str(folder)), load_tokenizer(str(folder)))
+    progress = Progress(generator)
+    try:
+        generator.start(policy)
+        generator.load_weights(generator.weights(), 0)
+        loop = RolloutLoop(generator, listeners=[progress])
+        _, stats = loop.collect([Prompt("a", (2, 3, 4), "")], 12, SamplingParams(max_tokens=12), seed=0)
+    finally:
+        generator.close()
+        server.lie = honest
+    metrics = stats.metrics()
+    assert progress.there and progress.counted == progress.there
+    drafted, accepted = metrics["rollout/drafted_tokens"], metrics["rollout/accepted_tokens"]
+    assert drafted % 9 == 0 and 9 * 8 <= drafted <= 9 * 12 and accepted == drafted / 9 * 2  # the last may come too late
