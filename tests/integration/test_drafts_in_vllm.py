@@ -105,19 +105,16 @@ def test_drafts_change_neither_what_is_sampled_nor_its_log_probs(name: str, tmp_
     assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
     told = json.loads(process.stdout.splitlines()[-1])
     policy, temperature = load_policy(str(folder)), told["temperature"]
-    gaps = [
-        (
-            logprobs_after(policy, temperature, ids[:-1], len(ids)).gather(1, torch.tensor(ids)[:, None])[:, 0]
-            - torch.tensor(logprobs)
-        )
-        .abs()
-        .max()
-        for ids, logprobs in told["long"]
-    ]
-    assert max(gaps) < 1e-4, max(gaps)
+    for ids, logprobs in told["long"]:
+        own_TV = logprobs_after(policy, temperature, ids[:-1], len(ids))
+        assert (own_TV.gather(1, torch.tensor(ids)[:, None])[:, 0] - torch.tensor(logprobs)).abs().max() < 1e-4
     metrics = told["metrics"]
     drafted, accepted = metrics["rollout/drafted_tokens"], metrics["rollout/accepted_tokens"]
     assert 0 < accepted < drafted and metrics["rollout/tokens_per_step"] > 1
+    best = logprobs_after(policy, 1.0, told["greedy"][:-1], len(told["greedy"])).argmax(-1)
+    assert told["greedy"] == best.tolist()
+    if name == "by a model":  # which is the policy, so that it drafts what comes
+        assert told["of_greedy"]["rollout/accepted_tokens"] > 0.95 * told["of_greedy"]["rollout/drafted_tokens"]
     thirds = torch.bincount(
         torch.tensor([ids[2] if len(ids) > 2 else END for ids in told["short"]]), minlength=VOCABULARY
     )
@@ -165,10 +162,13 @@ def sample(folder: str, name: str) -> None:
     generator.load_weights(generator.weights(), 0)
     loop, temperature = RolloutLoop(generator), 0.7
     (short,), _ = loop.collect([PROMPT], NUM_SHORT, SamplingParams(temperature, max_tokens=3), seed=0)
+    (greedy,), of_greedy = loop.collect([PROMPT], 1, SamplingParams(0.0, max_tokens=64), seed=0)
     (long,), stats = loop.collect([PROMPT], NUM_LONG, SamplingParams(temperature, max_tokens=64), seed=1)
     told = {
         "temperature": temperature,
         "metrics": stats.metrics(),
+        "greedy": greedy.rollouts[0].completion.token_ids_T.tolist(),
+        "of_greedy": of_greedy.metrics(),
         "short": [each.completion.token_ids_T.tolist() for each in short.rollouts],
         "long": [(each.completion.token_ids_T.tolist(), each.completion.logprobs_T.tolist()) for each in long.rollouts],
     }

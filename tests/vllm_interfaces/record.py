@@ -63,7 +63,7 @@ USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "Logprob": ({"vllm/logprobs.py": "Logprob"}, ("logprob",)),
     "Worker": (
         {"vllm/v1/worker/gpu_worker.py": "Worker", "vllm/v1/worker/worker_base.py": "WorkerBase"},
-        ("sleep", "wake_up", "get_model", "model_runner", "reload_weights", "vllm_config"),
+        ("sleep", "wake_up", "get_model", "get_draft_model", "model_runner", "reload_weights", "vllm_config"),
     ),
     "older runner": (
         {"vllm/v1/worker/gpu_model_runner.py": "GPUModelRunner"}, ("sampler", "input_batch", "_sample", "requests"),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -98,6 +99,7 @@ class Receipt:
 class WorkerExtension:
     """The methods that are called on workers; a guarded server lets its owner call these and no other."""
 
+    get_draft_model: Any
     get_model: Any
     model_runner: Any
     reload_weights: Any
@@ -135,10 +137,35 @@ class WorkerExtension:
         if "receipt" in self.__dict__:
             self.abandon_update()
         model = self.get_model()
+        if "has_drafter" not in self.__dict__:
+            self.__dict__["has_drafter"] = self._load_drafter()
         _leave_out_adapters_of_heads(model)
         ties_head = self.vllm_config.model_config.hf_text_config.tie_word_embeddings and hasattr(model, "lm_head")
         held = self.__dict__.setdefault("held_copies", {}) if patches else None
         self.__dict__["receipt"] = Receipt(model, bool(ties_head), held)
+
+    def _load_drafter(self) -> bool:
+        """Load the weights of a ``draft_model``; return whether there is one.
+
+        vLLM 0.32 gives it those of the engine's load format, whatever its ``draft_load_config`` says: random ones.
+        """
+        config = self.vllm_config.speculative_config
+        if config is None or config.method != "draft_model":
+            return False
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+        model = self.get_draft_model()
+        prepare_reload(model)
+        config.draft_load_config.use_tqdm_on_load = False
+        of_drafter: Any = SimpleNamespace(
+            model_config=config.draft_model_config, load_config=config.draft_load_config, lora_config=None
+        )
+        with set_current_vllm_config(self.vllm_config):
+            reload_weights(of_drafter, model, None, None, True)
+        if config.draft_model_config.hf_text_config.tie_word_embeddings and hasattr(model, "lm_head"):
+            pack_tied_head(model)
+        return True
 
     def abandon_update(self) -> None:
         """Put every layer in order after an update that broke off, so that a later one is whole."""
