@@ -132,7 +132,8 @@ class Worker:
         self.worker: Any = WorkerExtension()
         self.worker.get_model = lambda: self.model
         text = SimpleNamespace(tie_word_embeddings=False)
-        self.worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
+        config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text), speculative_config=None)
+        self.worker.vllm_config = config
 
     def ask(self, method: str, path: str, body: Any = None, read: Any = None, engine_works: bool = False) -> Any:
         if method == "GET":
