@@ -129,7 +129,7 @@ class VLLMGenerator(EngineGenerator):
         policy.save_skeleton(self._folder.path)
         model, tokenizer = str(self._folder.path), str(self._folder.path / TOKENIZER)
         own = self._own_arguments(policy)
-        own |= lora | draft_arguments(self.arguments)
+        own |= {**lora, **draft_arguments(self.arguments)}
         arguments: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **own, **self.arguments}
         with (
             quiet_start(),
