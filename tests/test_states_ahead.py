@@ -11,6 +11,7 @@ from conftest import table_rows
 
 from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.policy.architecture.states import RowStates, state_layers, state_shape
+from lit_grpo.rollout.slots.drafts import Draft
 from lit_grpo.rollout.slots.drafts.states import StatesAhead
 from tests.doubles.small_models import small_model
 
@@ -39,7 +40,10 @@ def test_states_go_as_far_as_tokens_are_accepted(family: str) -> None:
         expected.append(hidden_states(model, tokens_BT[:, place : place + 1], position_ids=positions_B1, **own)[:, 0])
         plain.take()
         after.append({name: tensor.clone() for name, tensor in plain.tensors.items()})
-    step = StatesAhead(layers, ahead, ROWS_N, AHEAD_N)
+    counts_B = np.array([2, 1, 0, 3])
+    draft = Draft.of([[5] * count for count in counts_B], counts_B, 96)
+    assert draft is not None and (draft.rows_N == ROWS_N).all() and (draft.ahead_N == AHEAD_N).all()
+    step = StatesAhead(layers, ahead, draft)
     queries_N1 = tokens_BT[torch.from_numpy(ROWS_N), torch.from_numpy(7 + AHEAD_N)][:, None]
     with step.in_layers():
         positions_N1 = torch.from_numpy(7 + AHEAD_N)[:, None]

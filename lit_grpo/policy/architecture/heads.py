@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from lit_grpo.policy.architecture.attention import OwnAttention
 from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.policy.architecture.states import state_layers
-from lit_grpo.policy.architecture.unread import Unread, find_unread
+from lit_grpo.policy.architecture.unread import TRAINED, Unread, find_unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,20 +45,11 @@ def prediction_head(model: PreTrainedModel) -> PredictionHead:
     if found is None:
         found = PredictionHead(model, find_unread(model))
         object.__setattr__(model, _KNOWN, found)  # no part of the model: neither trained, synced nor saved with it
-    return found
-
-
-def trained_head(model: PreTrainedModel) -> PredictionHead | None:
-    """Return the policy's layer of multi-token prediction if it is trained in this run."""
-    found: PredictionHead | None = vars(model).get(_KNOWN)
-    return found if found is not None and found.is_trained else None
+    return found.to(model.device)
 
 
 class PredictionHead(torch.nn.Module):
     """A layer of multi-token prediction, with the weights of the policy's files.
-
-    Attributes:
-        is_trained: Whether a plug-in trains it, so that exports take its weights from here.
 
     Args:
         model: The policy, whose embedding, rotary positions and classes it uses.
@@ -105,14 +96,23 @@ class PredictionHead(torch.nn.Module):
         self._stored = {name: tensor.dtype for name, tensor in tensors.items()}
         self.to(device, model.dtype).requires_grad_(False).eval()
         self.load_state_dict(tensors)
-        self.is_trained = False
         attention: Any = self.layers[0].self_attn
         self.num_heads = int(attention.k_proj.out_features // attention.head_dim)
         self.head_size = int(attention.head_dim)
         config._attn_implementation = _register()
 
+    def train_in(self, model: PreTrainedModel) -> None:
+        """Let the weights be trained, and exports of the policy take them from here."""
+        self.requires_grad_(True)
+        object.__setattr__(model, TRAINED, self.stored)
+
     def forward(
-        self, hidden_BTD: torch.Tensor, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, attend: Attend
+        self,
+        hidden_BTD: torch.Tensor,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor,
+        attend: Attend,
+        is_first_BT: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return ``u`` of each token, shape (rows, T, hidden size).
 
@@ -120,9 +120,10 @@ class PredictionHead(torch.nn.Module):
             hidden_BTD: The hidden state before each token: the policy's last one, or for a further token what this
                 returned. It gets no gradient, and neither do the embeddings.
             tokens_BT: Ids of the tokens.
-            positions_BT: Their positions. What is computed at position 0, which has no hidden state before it, is never
-                seen from later positions, and has no meaning.
-            attend: The attention. Keys and queries are ``MORE_KEYS`` numbers longer than values, which see to that.
+            positions_BT: Their positions.
+            attend: The attention. Keys and queries are ``MORE_KEYS`` numbers longer than values.
+            is_first_BT: Tokens without a hidden state before them; by default those at position 0. What is computed of
+                them is never seen from later tokens, and has no meaning.
         """
         with torch.no_grad():
             embedded = self._embed[0](tokens_BT)
@@ -134,7 +135,7 @@ class PredictionHead(torch.nn.Module):
             attention_mask=None,
             position_ids=positions_BT,
             attend=attend,
-            is_first_BT=positions_BT == 0,
+            is_first_BT=positions_BT == 0 if is_first_BT is None else is_first_BT,
         )
         return self.norm(out[0] if isinstance(out, tuple) else out)
 

@@ -39,6 +39,8 @@ class StateName(NamedTuple):
     number: int
 
 
+HIDDEN = StateName(-1, "hidden_states", 0)
+"""The last hidden state of a row, which no layer of the policy reads: what drafts for it remembers it."""
 States = dict[StateName, torch.Tensor]
 
 
@@ -75,7 +77,7 @@ class RowStates:
     def cache(self, num_rows: int) -> StateCache:
         """Return the cache from which a forward over the first ``num_rows`` rows takes their states."""
         if self._num_rows != num_rows:
-            states = {name: tensor[:num_rows] for name, tensor in self.tensors.items()}
+            states = {name: tensor[:num_rows] for name, tensor in self.tensors.items() if name != HIDDEN}
             self._cache, self._num_rows = StateCache(self.shape, states), num_rows
         return self._cache
 

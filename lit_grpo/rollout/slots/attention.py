@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lit_grpo.policy.architecture.states import RowStates, StateShape
+    from lit_grpo.rollout.slots.drafts.heads import Heads
 
 ATTENTION_NAME = "lit_grpo_slots"
 _TIGHT_FROM_BYTES = 2**14  # a token
@@ -51,6 +52,8 @@ class KVShape:
     device: torch.device
     states: StateShape | None = None
     """What layers remember of a row beside keys and values, if any do."""
+    heads: Heads | None = None
+    """The policy's own layer of multi-token prediction, if it drafts: the last of ``layers`` is its attention call."""
 
     @cached_property
     def bytes_per_token(self) -> int:

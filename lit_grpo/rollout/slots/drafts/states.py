@@ -6,13 +6,16 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from lit_grpo.memory import in_one_copy
-from lit_grpo.policy.architecture.states import RowStates, StateCache, StateLayer, StateShape
+from lit_grpo.policy.architecture.states import HIDDEN, RowStates, StateCache, StateLayer, StateShape
+
+if TYPE_CHECKING:
+    from lit_grpo.rollout.slots.drafts import Draft
 
 
 @dataclass
@@ -37,22 +40,20 @@ class StatesAhead:
     token's state comes from the same operations as without drafts, whatever the layer, and nothing is rolled back:
     :meth:`take` puts the copy after a row's last accepted token in the place of the row's states.
 
+    Attributes:
+        num_rows: The number of rows.
+        hidden_ND: The policy's last hidden state of each token of the step, once it has been computed.
+
     Args:
         layers: The layers of the policy that have states.
         states: States of the rows.
-        rows_N: The row of each query.
-        ahead_N: How far each stands after the last token of its row; 0, and of drafted ones 1, 2 and so on.
+        draft: What rows try.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[tuple[StateLayer, StateShape]],
-        states: RowStates,
-        rows_N: np.ndarray,
-        ahead_N: np.ndarray,
-    ) -> None:
-        self._layers, self._states = layers, states
-        self.num_rows = int((ahead_N == 0).sum())
+    def __init__(self, layers: Sequence[tuple[StateLayer, StateShape]], states: RowStates, draft: Draft) -> None:
+        self._layers, self._states, self.draft = layers, states, draft
+        self.num_rows, self.hidden_ND = len(draft.tokens_BK), torch.empty(0)
+        rows_N, ahead_N = draft.rows_N, draft.ahead_N
         device = next(iter(states.tensors.values())).device
         arrays, places, back_N = dict[str, np.ndarray](), [dict[int, int]()], np.empty(len(rows_N), dtype=np.int64)
         num_before = 0
@@ -124,5 +125,9 @@ class StatesAhead:
             if ahead and len(rows):
                 places = np.array([wave.place_of[row] for row in rows.tolist()])
                 there = in_one_copy({"rows": rows, "places": places}, self._back_N.device)
-                for name, state in wave.cache.states():
-                    self._states.tensors[name].index_copy_(0, there["rows"], state.index_select(0, there["places"]))
+                come_to = dict(wave.cache.states())
+                if HIDDEN in self._states.tensors:
+                    come_to[HIDDEN] = self.hidden_ND.index_select(0, wave.queries_R)
+                for name, state in come_to.items():
+                    own = self._states.tensors[name]
+                    own.index_copy_(0, there["rows"], state.index_select(0, there["places"]).to(own.dtype))
