@@ -51,8 +51,8 @@ class Heads:
         """Return what the slots keep of a policy with this layer."""
         if shape.states is None:
             raise ValueError(
-                "The policy's own heads draft in slots where its layers have states, as Qwen3.5's have, and this "
-                "policy's have none; set model.generator.drafter to text."
+                "The policy's own heads draft in slots only where its layers keep recurrent states, and this policy's "
+                "keep none; set model.generator.drafter to text."
             )
         own = KVLayer(self._layer.num_heads, self._layer.head_size + MORE_KEYS, self._layer.head_size)
         self._number = len(shape.layers)
