@@ -184,10 +184,11 @@ def test_the_cache_drafts_what_whole_sequences_draft(
     policies: Any, with_heads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through forks, requests that are stopped and go on, rows that move, prompts of one token, and wrong drafts."""
+    sampling = SamplingParams(temperature=0.8, max_tokens=14)
     model, compared, draft = load_policy(str(with_heads)).eval(), [], Heads.draft
 
-    def watched(self: Heads, rows: Any, most_B: np.ndarray, cache: Any, sampling: SamplingParams) -> Any:
-        proposals = draft(self, rows, most_B, cache, sampling)
+    def watched(self: Heads, rows: Any, most_B: np.ndarray, *others: Any) -> Any:
+        proposals = draft(self, rows, most_B, *others)
         for row, (proposal, most) in enumerate(zip(proposals, most_B.tolist(), strict=True)):
             ids = [*rows.requests[row].prompt.token_ids, *rows.token_ids(row).tolist()]
             expected = by_whole_sequences(model, rows.requests[row], ids, sampling, most)
@@ -195,7 +196,6 @@ def test_the_cache_drafts_what_whole_sequences_draft(
         return proposals
 
     monkeypatch.setattr(Heads, "draft", watched)
-    sampling = SamplingParams(temperature=0.8, max_tokens=14)
     prompts = [Prompt("row/0", (3, 4, 5, 9, 2), ""), Prompt("row/1", (7,), "")]
     todo = [Request(prompt, (sample,), sampling) for prompt in prompts for sample in range(3)]
     generator = started(policies("heads"), 4, drafts=3, drafter="heads")
@@ -205,14 +205,17 @@ def test_the_cache_drafts_what_whole_sequences_draft(
     assert len(compared) > 60 and not wrong and any(len(set(expected)) > 1 for _, expected in compared)
 
 
-REFUSED = {
-    "no heads": (lambda folder: str(SHIPPED), "holds no layer of multi-token prediction"),
-    "no states": (lambda folder: "tiny", "holds no layer of multi-token prediction"),
-}
+@pytest.mark.parametrize("policy", [str(SHIPPED), "tiny"])
+def test_heads_that_a_policy_has_not_are_refused_before_anything_is_decoded(policy: str) -> None:
+    with pytest.raises(ValueError, match="holds no layer of multi-token prediction"):
+        started(load_policy(policy), 4, drafts=3, drafter="heads")
 
 
-@pytest.mark.parametrize("why", REFUSED)
-def test_heads_that_a_policy_has_not_are_refused_before_anything_is_decoded(why: str, tmp_path: Path) -> None:
-    policy, message = REFUSED[why]
-    with pytest.raises(ValueError, match=message):
-        started(load_policy(policy(tmp_path)), 4, drafts=3, drafter="heads")
+def test_heads_without_a_number_of_drafts_and_without_states_are_refused(with_heads: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no price for auto; set model\.generator\.drafts to a number"):
+        SlotGenerator(4, drafter="heads")
+    model = small_model("qwen3_5_text", {"layer_types": ["full_attention"] * 2})
+    model.save_pretrained(tmp_path)
+    add_layer(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"only where its layers keep recurrent states"):
+        started(load_policy(str(tmp_path)), 4, drafts=3, drafter="heads")

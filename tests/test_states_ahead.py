@@ -11,7 +11,7 @@ from conftest import table_rows
 
 from lit_grpo.policy.architecture.decoder import hidden_states
 from lit_grpo.policy.architecture.states import RowStates, state_layers, state_shape
-from lit_grpo.rollout.slots.drafts import Draft
+from lit_grpo.rollout.slots.drafts.draft import Draft
 from lit_grpo.rollout.slots.drafts.states import StatesAhead
 from tests.doubles.small_models import small_model
 

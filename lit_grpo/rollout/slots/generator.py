@@ -105,7 +105,9 @@ class SlotGenerator(Versioned):
         self.num_slots = num_slots
         self.drafts: Drafts = drafts or "off"
         if drafter == "heads" and drafts == "auto":
-            raise ValueError("The drafter heads has no price for auto; set model.generator.drafts to a number, such as 3.")
+            raise ValueError(
+                "The drafter heads has no price for auto; set model.generator.drafts to a number, such as 3."
+            )
         self.drafter = drafter
         self.prefill_tokens = prefill_tokens
         self.kv_memory = MemoryAmount(kv_memory)

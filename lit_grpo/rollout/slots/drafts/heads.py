@@ -14,7 +14,7 @@ from lit_grpo.policy.architecture.heads import MORE_KEYS, prediction_head
 from lit_grpo.policy.architecture.states import HIDDEN
 from lit_grpo.rollout.sampling import sample_tokens
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, KVLayer, KVShape
-from lit_grpo.rollout.slots.drafts import Draft
+from lit_grpo.rollout.slots.drafts.draft import Draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.states import HIDDEN, RowStates, StateCache, StateLayer, StateShape
 
 if TYPE_CHECKING:
-    from lit_grpo.rollout.slots.drafts import Draft
+    from lit_grpo.rollout.slots.drafts.draft import Draft
 
 
 @dataclass

@@ -16,7 +16,6 @@ from lit_grpo.types import GroupKey, Key, Request, SamplePath, SamplingParams
 if TYPE_CHECKING:
     from lit_grpo.rollout.slots.kv.cache import SlotCache
     from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
-    from lit_grpo.types import SamplingParams
 
 LONGEST = 3
 """Tokens before a drafted one that are looked up, at most; one that stood there before is enough to draft."""
