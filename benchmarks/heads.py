@@ -81,7 +81,7 @@ def fit_heads(policy: Any, groups: Sequence[RolloutGroup], num_steps: int) -> li
     ids_BT, sampled_BT = padded(groups)
     with torch.no_grad():
         hidden_BTD = hidden_states(policy, ids_BT)[:, :-1]
-    optimizer, losses = torch.optim.AdamW(layer.parameters(), 3e-3, weight_decay=0.0), list[float]()
+    optimizer, losses = torch.optim.AdamW(layer.parameters(), 3e-3, weight_decay=0.1), list[float]()
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, num_steps)
     drawn = torch.Generator().manual_seed(0)
 
@@ -123,7 +123,7 @@ def with_heads(folder: Path, num_fitted: int, num_steps: int) -> tuple[float, fl
     layer["mtp.fc.weight"] = torch.randn((size, 2 * size), generator=drawn) / (2 * size) ** 0.5
     save_file(own | layer, path, {"format": "pt"})
     policy, tokenizer = load_policy(str(folder)), load_tokenizer(str(folder))
-    groups, _, _ = decode(policy, tokenizer, exercises(tokenizer, "train", num_fitted), 8, 1, drafts="off")
+    groups, _, _ = decode(policy, tokenizer, exercises(tokenizer, "train", num_fitted), 2, 1, drafts="off")
     losses = fit_heads(policy, groups, num_steps)
     save_file(own | prediction_head(policy).stored(), path, {"format": "pt"})
     return sum(losses[:10]) / 10, sum(losses[-10:]) / 10
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Fit heads, train, and measure."""
     options = parse_options("Tokens a step by a policy's own heads, and what training does to them.", arguments)
     torch.set_num_threads(1)
-    num_fitted, num_steps, num_updates, num_held_out = (4, 20, 1, 2) if options.quick else (96, 700, 10, 32)
+    num_fitted, num_steps, num_updates, num_held_out = (4, 20, 1, 2) if options.quick else (768, 700, 10, 32)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "policy"
         first, last = with_heads(folder, num_fitted, num_steps)
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "completions": 4 * num_held_out,
         "slots": SLOTS,
         "max_tokens": SAMPLING.max_tokens,
-        "fitted_on": 8 * num_fitted,
+        "fitted_on": 2 * num_fitted,
         "fit_steps": num_steps,
         "fit_loss_first": first,
         "fit_loss_last": last,
