@@ -27,6 +27,7 @@ from lit_grpo.update.plugin import TrainingRun
 from tests.doubles.draft_layers import add_layer
 
 SHIPPED = Path(__file__).parents[1] / "lit_grpo" / "policy" / "tiny_hybrid"
+NO_BATCH: Any = None
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
 
 
@@ -98,7 +99,7 @@ def test_its_gradient_is_that_of_sequences_by_themselves_and_the_policys_is_what
     through = [each for group in batch for each in group.rollouts if each.advantage]
     loss = loss_by_sequences(policy, reference, through)
     loss.backward()
-    losses = plugin.on_update_end(batch=None)  # pyright: ignore[reportArgumentType]
+    losses = plugin.on_update_end(NO_BATCH)
     if max_tokens == 1000:  # else a prompt in another micro-batch is not seen
         assert losses["train_mtp/loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
         for name, weight in reference.named_parameters():
@@ -116,7 +117,7 @@ def test_training_lowers_its_loss_exports_have_it_and_a_checkpoint_goes_on_with_
     batch = groups(load_policy(str(base)))
     for _ in range(6):
         learner.learn(batch)
-        losses.append(plugin.on_update_end(batch=None)["train_mtp/loss"])  # pyright: ignore[reportArgumentType]
+        losses.append(plugin.on_update_end(NO_BATCH)["train_mtp/loss"])
     assert losses[-1] < 0.8 * losses[0]
     compared = export(model, load_tokenizer(str(base)), tmp_path / "out")
     before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
