@@ -152,10 +152,12 @@ class SlotGenerator(Versioned):
                 self._drafter = Heads(model, self.drafts)
                 self._shape = self._drafter.beside(self._shape)
             else:
-                from lit_grpo.rollout.slots.drafts.price import MOST_DRAFTED
                 from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
 
-                self._drafter = SuffixDrafter(self.drafts if isinstance(self.drafts, int) else MOST_DRAFTED)
+                most = self.drafts
+                if not isinstance(most, int):
+                    from lit_grpo.rollout.slots.drafts.price import MOST_DRAFTED as most
+                self._drafter = SuffixDrafter(most)
             if self._shape.states is not None:
                 state_layers(model)  # with the model's own attention
             most_queries = max(most_queries, min(most_queries * (1 + self._drafter.most_tokens), MOST_QUERIES))
