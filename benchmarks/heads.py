@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -44,7 +44,7 @@ DEPTHS = 3
 SLOTS = 64
 
 
-def exercises(tokenizer: Any, split: str, number: int) -> list[Prompt]:
+def exercises(tokenizer: Any, split: Literal["train", "validation"], number: int) -> list[Prompt]:
     rows = ArithmeticRows(split=split, num_rows=number).rows()
     return [
         Prompt(f"{split}/{place}", tuple(tokenizer.encode(row["prompt"])), row["prompt"], columns=row)

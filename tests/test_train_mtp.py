@@ -83,12 +83,12 @@ def test_its_gradient_is_that_of_sequences_by_themselves_and_the_policys_is_what
     policy = load_policy(str(base)).double()
     plugin = begun(policy)
     seen = dict[str, torch.Tensor]()
-    step = plugin.on_optimizer_step
+    take = plugin.on_optimizer_step
 
-    def watched(own: Any) -> None:
+    def watched(step: Any) -> None:
         number = sum(float(sums[1]) for sums in plugin._sums)
         seen.update({n: one.grad / number for n, one in plugin._layer.named_parameters() if one.grad is not None})
-        step(own)
+        take(step)
 
     plugin.on_optimizer_step = watched
     learner, steps = make_learner(policy=policy, plugins=[plugin], max_tokens_per_micro_batch=max_tokens)
