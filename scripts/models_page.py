@@ -66,11 +66,16 @@ yet).
 ## What exports carry
 
 Qwen3.5, DeepSeek-V3, GLM-4.5 and others have layers of *multi-token prediction* (MTP) in their files, which draft
-tokens for speculative decoding. transformers does not load them, so a run does not train them. The exports of `fit`,
-`export` and `finish` carry these tensors as they are in the policy that training began with. Their drafts are never
-wrong, for the trained policy checks each of them, but it accepts fewer the more it has changed. A GGUF file and an
-adapter alone are without them. If the files have no such layers, hold them quantized, or are gone when the run ends,
+tokens for speculative decoding. transformers does not load them, so a run does not train them by default. The exports
+of `fit`, `export` and `finish` carry these tensors as they are in the policy that training began with. Their drafts are
+never wrong, for the trained policy checks each of them, but it accepts fewer the more it has changed. A GGUF file and
+an adapter alone are without them. If the files have no such layers, hold them quantized, or are gone when the run ends,
 the `config.json` of the export counts none, and a message says so.
+
+The plug-in `train_mtp` trains such a layer of Qwen3.5 along (`rollout.plugins: [train_mtp]`), by the cross-entropy of
+what the policy samples. It has an optimizer of its own, and the policy's gradient is what it is without. The policy
+that `fit` writes at its end has the trained layer; `export` from a checkpoint has the base's. The slots draft with the
+layer if [`drafter: heads`](scheduler.md#drafts) is set.
 
 Other tensors that the model has no place for, such as a critic's head or the vision tower of a model that is trained on
 text alone, are left out. The first lines of a run name both kinds. Layers past those that `config.json` counts are

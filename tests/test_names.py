@@ -78,7 +78,14 @@ def test_what_another_class_does_not_take_is_left_out_and_named(
 ) -> None:
     config = {"generator": {"class_path": "vllm", "init_args": {"num_slots": 8, "engine_args": {"dtype": "float16"}}}}
     parsed = parse(tmp_path, "--model.generator", "slots", config=config).generator
-    assert set(parsed.init_args.as_dict()) == {"num_slots", "prefill_tokens", "kv_memory", "packed_weights", "drafts"}
+    assert set(parsed.init_args.as_dict()) == {
+        "num_slots",
+        "prefill_tokens",
+        "kv_memory",
+        "packed_weights",
+        "drafts",
+        "drafter",
+    }
     told = "Left out, because SlotGenerator has no such field: model.generator.engine_args "
     told += "(set before for VLLMGenerator).\n"
     assert capsys.readouterr().err == told

@@ -66,3 +66,15 @@ def add_heads(folder: Path, family: str, dtype: torch.dtype = torch.bfloat16) ->
     return add_tensors(
         folder, {f"{begin}{name}": torch.randn(4, 6, generator=drawn).to(dtype) for name in names}, **counted
     )
+
+
+def add_layer(folder: Path, number: int, scale: float = 0.3) -> dict[str, torch.Tensor]:
+    """Add a random layer of multi-token prediction, built like the policy's own layer of a number, to its files."""
+    own = load_file(folder / "model.safetensors")
+    of_layer, size = f"model.layers.{number}.", own["model.norm.weight"]
+    like = {name.replace(of_layer, "mtp.layers.0."): one for name, one in own.items() if name.startswith(of_layer)}
+    like |= {f"mtp.{name}.weight": size for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    like["mtp.fc.weight"] = torch.empty(len(size), 2 * len(size))
+    drawn = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(one.shape, generator=drawn) * scale for name, one in like.items()}
+    return add_tensors(folder, tensors, mtp_num_hidden_layers=1)

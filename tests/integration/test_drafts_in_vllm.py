@@ -20,7 +20,9 @@ import torch
 from conftest import save_tokenizer, table_rows
 from hand_made import save_policy_for_vllm
 from safetensors.torch import load_file
+from torch.nn.functional import scaled_dot_product_attention
 
+from lit_grpo.policy.architecture.heads import prediction_head
 from lit_grpo.policy.loading import load_policy, load_tokenizer
 from lit_grpo.policy.saving import export
 from lit_grpo.policy.spec import PolicySpec
@@ -30,10 +32,11 @@ from lit_grpo.rollout.vllm.engine import VLLMGenerator
 from lit_grpo.rollout.vllm.generator import EngineGenerator
 from lit_grpo.rollout.vllm.server import VLLMServerGenerator
 from lit_grpo.types import Prompt, SamplingParams
-from tests.doubles.draft_layers import add_tensors
+from tests.doubles.draft_layers import add_layer, add_tensors
 from tests.doubles.small_models import small_model
 
 VOCABULARY, END = 35, 1
+LINEAR_SIZES = ("linear_key_head_dim", "linear_value_head_dim")
 TESTS = Path(__file__).parents[1]
 FAMILIES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "exaone_moe": ({"layer_types": ["full_attention"] * 2}, 0, {"num_nextn_predict_layers": 1}),
@@ -176,6 +179,76 @@ def sample(folder: str, name: str) -> None:
     print(json.dumps(told), flush=True)
 
 
+def test_our_layer_of_multi_token_prediction_computes_what_vllms_does(tmp_path: Path) -> None:
+    """Also for further tokens, and where what was drafted is written over, in bfloat16."""
+    pytest.importorskip("vllm")
+    pytest.importorskip("torchvision", reason="vLLM's model of this family imports torchvision")
+    changes = {"layer_types": ["linear_attention", "full_attention"]} | dict.fromkeys(LINEAR_SIZES, 128)
+    small_model("qwen3_5_text", changes, width=4).save_pretrained(tmp_path / "base")
+    save_tokenizer(tmp_path / "base")
+    add_layer(tmp_path / "base", 1)
+    environment = os.environ | server_environment() | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    own = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(own)
+    command = [sys.executable, __file__, str(tmp_path / "base"), str(tmp_path / "calls.pt")]
+    process = forks.run(command, 300, env=environment, cwd=tmp_path)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    compare_calls(tmp_path / "base", torch.load(tmp_path / "calls.pt"))
+
+
+@torch.no_grad()
+def compare_calls(folder: Path, calls: list[tuple[torch.Tensor, ...]]) -> None:
+    """Compare vLLM's layer, call by call, with ours over all that is in its cache then."""
+    policy = load_policy(str(folder))
+    layer, embeddings = prediction_head(policy), policy.get_input_embeddings()
+    for weight in (*layer.parameters(), *embeddings.parameters()):
+        weight.copy_(weight.bfloat16())
+
+    def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+
+    hidden_TD, tokens_T, again = torch.empty(0, policy.config.hidden_size), torch.empty(0, dtype=torch.int64), 0
+    for ids, positions, hidden, expected in calls:
+        begin = int(positions.flatten()[0])
+        again += begin < len(tokens_T)
+        hidden_TD = torch.cat([hidden_TD[:begin], hidden.float()])
+        tokens_T = torch.cat([tokens_T[:begin], ids.long()])
+        actual = layer(hidden_TD[None], tokens_T[None], 1 + torch.arange(len(tokens_T))[None], causal)[0, begin:]
+        assert float((actual - expected.float()).norm() / expected.float().norm()) < 0.02
+    assert len(calls) > 6 and again > 2
+
+
+def record_calls(folder: str, path: str) -> None:
+    """Decode with two drafted tokens a step; save what the drafter's layer gets and returns."""
+    from vllm import LLM
+    from vllm import SamplingParams as VLLMSampling
+    from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MTP
+
+    calls, forward = list[tuple[torch.Tensor, ...]](), Qwen3_5MTP.forward
+
+    def recorded(self: Any, input_ids: Any, positions: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        returned: Any = forward(self, input_ids, positions, hidden_states, *args, **kwargs)
+        calls.append(tuple(each.clone() for each in (input_ids, positions, hidden_states, returned)))
+        return returned
+
+    Qwen3_5MTP.forward = recorded
+    llm = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=64,
+        max_num_seqs=2,
+        kv_cache_memory_bytes=2**26,
+        enable_prefix_caching=False,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 2},
+    )
+    calls.clear()
+    prompt: Any = {"prompt_token_ids": [5, 9, 17, 33, 4, 60, 71, 8, 22, 41, 13]}
+    llm.generate([prompt], VLLMSampling(temperature=0, max_tokens=6, detokenize=False))
+    torch.save(calls, path)
+
+
 def main(folder: str) -> None:
     """Start an engine that drafts, and print the vectors that its drafter holds; matrices are packed on a CPU."""
     from vllm import LLM
@@ -197,4 +270,7 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    (main if len(sys.argv) == 2 else sample)(*sys.argv[1:])
+    if len(sys.argv) == 2:
+        main(sys.argv[1])
+    else:
+        (sample if sys.argv[2] in ENGINES else record_calls)(*sys.argv[1:])

@@ -39,6 +39,8 @@ class StateName(NamedTuple):
     number: int
 
 
+HIDDEN = StateName(-1, "hidden_states", 0)
+"""The last hidden state of a row, which no layer of the policy reads: what drafts for it remembers it."""
 States = dict[StateName, torch.Tensor]
 
 
@@ -75,7 +77,7 @@ class RowStates:
     def cache(self, num_rows: int) -> StateCache:
         """Return the cache from which a forward over the first ``num_rows`` rows takes their states."""
         if self._num_rows != num_rows:
-            states = {name: tensor[:num_rows] for name, tensor in self.tensors.items()}
+            states = {name: tensor[:num_rows] for name, tensor in self.tensors.items() if name != HIDDEN}
             self._cache, self._num_rows = StateCache(self.shape, states), num_rows
         return self._cache
 
@@ -124,13 +126,20 @@ class StateCache(DynamicCache):
         super().__init__(config=shape.config)
         self._note = note
         for name, state in states.items():
-            layer: Any = self.layers[name.layer]
-            getattr(layer, name.kind)[name.number] = state
-            getattr(layer, f"is_{name.kind}_initialized")[name.number] = True
-            layer.has_previous_state[name.number] = True
-            if name.kind == "conv_states":
-                layer.device, layer.dtype = state.device, state.dtype
-                layer.conv_kernel_size[name.number] = state.shape[-1]
+            self.give(name, state)
+
+    def give(self, name: StateName, state: torch.Tensor) -> None:
+        """Have a layer begin from a state."""
+        layer: Any = self.layers[name.layer]
+        getattr(layer, name.kind)[name.number] = state
+        getattr(layer, f"is_{name.kind}_initialized")[name.number] = True
+        layer.has_previous_state[name.number] = True
+        if name.kind == "conv_states":
+            layer.device, layer.dtype = state.device, state.dtype
+            layer.conv_kernel_size[name.number] = state.shape[-1]
+
+    def get(self, name: StateName) -> torch.Tensor:
+        return getattr(self.layers[name.layer], name.kind)[name.number]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         return key_states, value_states

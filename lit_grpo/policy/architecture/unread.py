@@ -37,6 +37,8 @@ _PLAIN = {
 }
 """The dtypes of tensors that are not quantized, by their names in safetensors."""
 _KNOWN = "unread_tensors"
+TRAINED = "_lit_grpo_trained_drafts"
+"""The attribute of a model with a function that returns tensors of multi-token prediction as the run trained them."""
 
 
 class Stored(NamedTuple):
@@ -65,11 +67,13 @@ class Unread:
         drafts: Those of multi-token prediction, which exports carry, by name.
         others: The names of those that exports leave out.
         num_counted: The number of layers of multi-token prediction by the policy's configuration.
+        trained: Returns those of ``drafts`` that this run trains, by name; None if it trains none.
     """
 
     drafts: Mapping[str, Stored] = field(default_factory=dict[str, Stored])
     others: Collection[str] = ()
     num_counted: int = 0
+    trained: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what exports carry, one tensor at a time.
@@ -77,7 +81,11 @@ class Unread:
         Raises:
             OSError, SafetensorError: A file is not there any more, or damaged.
         """
+        trained = {} if self.trained is None else self.trained()
         for name, stored in self.drafts.items():
+            if name in trained:
+                yield name, trained[name]
+                continue
             with safe_open(stored.path, "pt") as file:
                 yield name, file.get_tensor(name)
 
@@ -133,7 +141,8 @@ def find_unread(model: PreTrainedModel) -> Unread:
     }
     if any(one.dtype not in _PLAIN for one in drafts.values()):  # the export says nothing of quantization
         drafts = {}
-    return Unread(drafts, [name for name in rest if name not in drafts], num_counted)
+    others = [name for name in rest if name not in drafts]
+    return Unread(drafts, others, num_counted, vars(model).get(TRAINED))
 
 
 def drafting(config: PreTrainedConfig, names: Iterable[str], stacks: Collection[str | None] | None = None) -> list[str]:

@@ -21,6 +21,7 @@ from lit_grpo.rollout.slots.copies import LoweredWeights, PackedWeights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lit_grpo.rollout.slots.drafts.states import StatesAhead
     from lit_grpo.rollout.slots.kernels import LayerKernels
     from lit_grpo.rollout.slots.kv.shelves import ShelfWriter
 
@@ -145,6 +146,8 @@ def prefill(
         )
         if states is not None:
             states.take()
+        if writer.shape.heads is not None:
+            writer.shape.heads.follow(writer, hidden_BTD, piece_BT, positions_BT + first_position)
         state_BD = hidden_BTD[rows_B[:rows], (last_B[:rows] - begin).clamp(0, piece_BT.shape[1] - 1)]
         if final_BD is None:
             final_BD = state_BD
@@ -156,24 +159,35 @@ def prefill(
 
 
 def decode_by_model(
-    policy: PreTrainedModel, tokens_B: torch.Tensor, positions_B: torch.Tensor, cache: Attention
+    policy: PreTrainedModel,
+    tokens_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    cache: Attention,
+    ahead: StatesAhead | None = None,
 ) -> torch.Tensor:
     """Run the policy over one token a row, the long way; :class:`FusedDecoder` is the short one.
 
     Args:
         policy: Switched to slot attention.
-        tokens_B: The last token of each row.
+        tokens_B: The last token of each row; with drafts also drafted ones.
         positions_B: Where it stands in its sequence.
         cache: The keys and values of all tokens before.
+        ahead: With drafts, the states of rows after each token, if layers have states.
 
     Returns:
         The last hidden states, shape (rows, hidden size).
     """
     states, positions_B1, forward = cache.states, positions_B[:, None], Forward(cache)
-    own = {} if states is None else states.arguments(len(tokens_B))
-    hidden_B1D = hidden_states(policy, tokens_B[:, None], position_ids=positions_B1, slot_cache=forward, **own)
+    own = {} if states is None else states.arguments(len(tokens_B) if ahead is None else ahead.num_rows)
+    with nullcontext() if ahead is None else ahead.in_layers():
+        hidden_B1D = hidden_states(policy, tokens_B[:, None], position_ids=positions_B1, slot_cache=forward, **own)
     if states is not None:
         states.take()
+    if cache.shape.heads is not None:
+        before = None if ahead is None else ahead.draft
+        cache.shape.heads.follow(cache, hidden_B1D, tokens_B[:, None], positions_B1, before)
+    if ahead is not None:
+        ahead.hidden_ND = hidden_B1D[:, 0]
     return hidden_B1D[:, 0]
 
 

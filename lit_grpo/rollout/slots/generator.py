@@ -13,6 +13,7 @@ from transformers import PreTrainedModel  # not for type checking alone: jsonarg
 from lit_grpo.limits import Completions, Limit, Number, check_value
 from lit_grpo.memory import begin_read, in_one_copy, is_out_of_memory
 from lit_grpo.policy.architecture.decoder import compute_dtype, token_head
+from lit_grpo.policy.architecture.states import state_layers
 from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
@@ -40,6 +41,7 @@ from lit_grpo.types import EMPTY, Completion, GroupKey, Key, Prompt, Request, Sa
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.slots.drafts import Draft, Drafter
+    from lit_grpo.rollout.slots.drafts.states import StatesAhead
 
 KEPT_SHARE = 1 / 4
 AHEAD_TOKENS = 512  # of prompts that are prefilled before they are needed
@@ -74,11 +76,12 @@ class SlotGenerator(Versioned):
             too long for it, fewer slots are used, and completions are preempted and resumed later.
         packed_weights: On a CPU, decode float32 weights from copies in oneDNN's layout: products of a few rows take two
             thirds of the time. The copies take the memory of the weights once more while the policy decodes.
-        drafts: How many tokens a completion tries ahead in a step, at most. They are tokens that have followed its last
-            ones before, in its own text and in other completions of its prompt. The samples stay the same, in fewer
-            steps, each of which computes more positions. Not where a model's layers have states, and only while memory
-            is no concern. ``auto``: on a GPU as many as are worth the time of a step, which is measured before the
-            first rollout; on a CPU none.
+        drafts: How many tokens a completion tries ahead in a step, at most. The samples stay the same, in fewer steps,
+            each of which computes more positions; only while memory is no concern. ``auto``: on a GPU as many as are
+            worth the time of a step, which is measured before the first rollout; on a CPU none.
+        drafter: Where these tokens come from: ``text``, those that have followed a completion's last ones before, in
+            its own text and in other completions of its prompt; or ``heads``, the policy's own layer of multi-token
+            prediction, as Qwen3.5 has one, which needs a number of ``drafts``.
     """
 
     abilities: frozenset[str] = frozenset({"entropies", "hidden_states"})
@@ -90,6 +93,7 @@ class SlotGenerator(Versioned):
         kv_memory: str = "auto",
         packed_weights: bool = False,
         drafts: Drafts = "auto",
+        drafter: Literal["text", "heads"] = "text",
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
@@ -100,6 +104,11 @@ class SlotGenerator(Versioned):
         check_value("drafts", drafts, Drafts)
         self.num_slots = num_slots
         self.drafts: Drafts = drafts or "off"
+        if drafter == "heads" and drafts == "auto":
+            raise ValueError(
+                "The drafter heads has no price for auto; set model.generator.drafts to a number, such as 3."
+            )
+        self.drafter = drafter
         self.prefill_tokens = prefill_tokens
         self.kv_memory = MemoryAmount(kv_memory)
         self.packed_weights = packed_weights
@@ -134,12 +143,23 @@ class SlotGenerator(Versioned):
         self._graphs, self._tables = None, None
         attention = row_attention(self._shape)
         most_queries = self.num_slots
-        self._is_unpriced = self.drafts == "auto" and model.device.type == "cuda" and self._shape.states is None
-        if self._is_unpriced or (self.drafts not in ("auto", "off") and self._shape.states is None):
-            from lit_grpo.rollout.slots.drafts.price import MOST_DRAFTED
-            from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
+        self._is_unpriced = self.drafts == "auto" and model.device.type == "cuda"
+        if self._is_unpriced or self.drafts not in ("auto", "off"):
+            if self.drafter == "heads":
+                from lit_grpo.rollout.slots.drafts.heads import Heads
 
-            self._drafter = SuffixDrafter(self.drafts if isinstance(self.drafts, int) else MOST_DRAFTED)
+                assert isinstance(self.drafts, int)
+                self._drafter = Heads(model, self.drafts)
+                self._shape = self._drafter.beside(self._shape)
+            else:
+                from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
+
+                most = self.drafts
+                if not isinstance(most, int):
+                    from lit_grpo.rollout.slots.drafts.price import MOST_DRAFTED as most
+                self._drafter = SuffixDrafter(most)
+            if self._shape.states is not None:
+                state_layers(model)  # with the model's own attention
             most_queries = max(most_queries, min(most_queries * (1 + self._drafter.most_tokens), MOST_QUERIES))
         self._most_queries = most_queries
         if self._fused is not None and attention is not None:
@@ -568,6 +588,7 @@ class SlotGenerator(Versioned):
         rows, cache, num_ahead = self._rows, self._cache, int(before is not None)
         num_decoded = len(rows.requests) - len(entering)
         arrays, hidden = rows.inputs(num_decoded, num_ahead=num_ahead, draft=draft), []
+        ahead: StatesAhead | None = None
         if before is not None and before.places != [*range(before.bits_3B.shape[1])]:
             arrays["places"] = np.array(before.places)
         if num_decoded:
@@ -585,12 +606,18 @@ class SlotGenerator(Versioned):
             elif self._fused is not None:
                 hidden.append(self._fused(tokens_B, positions_B, longest, cache))
             else:
-                hidden.append(decode_by_model(self.policy, tokens_B, positions_B, cache))
+                if draft is not None and cache.states is not None:
+                    from lit_grpo.rollout.slots.drafts.states import StatesAhead
+
+                    ahead = StatesAhead(state_layers(self.policy), cache.states, draft)
+                hidden.append(decode_by_model(self.policy, tokens_B, positions_B, cache, ahead))
         else:
             inputs = in_one_copy(arrays, self._device)
         if entering:
             hidden.append(torch.stack([*entering]))
-        return self._sample(torch.cat(hidden), inputs["uniform"], num_ahead=num_ahead, draft=draft)
+        step = self._sample(torch.cat(hidden), inputs["uniform"], num_ahead=num_ahead, draft=draft)
+        step.ahead = ahead
+        return step
 
     def _sample(
         self,
@@ -635,6 +662,8 @@ class SlotGenerator(Versioned):
         if self._drafter is not None:
             self._cache.roll_back(rows.counts[: len(tokens_B)] - 1)
             events.accepted = self._drafter.took(rows, step, accepted_B)
+            if step.ahead is not None:
+                step.ahead.take(accepted_B)
             events.num_drafted = 0 if step.draft is None else step.draft.num_tokens
             events.num_tokens += int(accepted_B.sum())
             events.num_accepted = int(accepted_B.sum())

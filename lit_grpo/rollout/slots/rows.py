@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lit_grpo.rollout.slots.drafts.draft import Draft
+    from lit_grpo.rollout.slots.drafts.states import StatesAhead
 
 
 @dataclass(eq=False)
@@ -31,6 +32,7 @@ class SampledStep:
         shown: By place, the hidden states on the host of rows that are observed.
         ready: Event after which all of it has arrived; None where that is so.
         draft: Tokens that rows try.
+        ahead: With these the states of the policy's layers after each of them, if layers have states.
     """
 
     bits_3B: torch.Tensor
@@ -40,6 +42,7 @@ class SampledStep:
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     ready: Any = None
     draft: Draft | None = None
+    ahead: StatesAhead | None = None
 
     def hidden_of(self, row: int) -> torch.Tensor:
         return self.hidden_BD[self.places[row]]

@@ -1,0 +1,150 @@
+"""The policy's own layer of multi-token prediction as a drafter in slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from lit_grpo.policy.architecture.decoder import token_head
+from lit_grpo.policy.architecture.heads import MORE_KEYS, prediction_head
+from lit_grpo.policy.architecture.states import HIDDEN
+from lit_grpo.rollout.sampling import sample_tokens
+from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, KVLayer, KVShape
+from lit_grpo.rollout.slots.drafts.draft import Draft
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lit_grpo.rollout.slots.kv.cache import SlotCache
+    from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
+    from lit_grpo.types import GroupKey, Request, SamplingParams
+
+
+class Heads:
+    """Drafts with the policy's own layer of multi-token prediction.
+
+    Its keys and values are those of one more layer in the slots' cache, and the hidden state of a row's last token that
+    has been through the policy is one more state of the row. So prompts share them, and forks, resumed requests and
+    rows that move take them along. A token is drafted by the random number of its own position, from the layer's
+    distribution under the run's sampling parameters: the closer that is to the policy's, the more often the two draw
+    the same token. The layer may be of an earlier policy: that costs accepted tokens, and changes no sample.
+
+    Args:
+        policy: The policy, whose layers have states.
+        most_tokens: The most tokens that are drafted for a row in a step.
+
+    Raises:
+        ValueError: The policy has no such layer, or one that cannot draft in slots.
+    """
+
+    def __init__(self, policy: PreTrainedModel, most_tokens: int) -> None:
+        self.most_tokens, self._layer, self._logits = most_tokens, prediction_head(policy), token_head(policy)
+        self._vocab_size = int(policy.config.get_text_config(decoder=True).vocab_size)
+        self._hidden_bytes = policy.config.get_text_config(decoder=True).hidden_size * 4
+        self._number = 0  # of the attention call
+
+    def beside(self, shape: KVShape) -> KVShape:
+        """Return what the slots keep of a policy with this layer."""
+        if shape.states is None:
+            raise ValueError(
+                "The policy's own heads draft in slots only where its layers keep recurrent states, and this policy's "
+                "keep none; set model.generator.drafter to text."
+            )
+        own = KVLayer(self._layer.num_heads, self._layer.head_size + MORE_KEYS, self._layer.head_size)
+        self._number = len(shape.layers)
+        states = replace(shape.states, num_bytes=shape.states.num_bytes + self._hidden_bytes)
+        return replace(shape, layers=(*shape.layers, own), states=states, heads=self)
+
+    def follow(
+        self,
+        cache: Attention,
+        hidden_BTD: torch.Tensor,
+        tokens_BT: torch.Tensor,
+        positions_BT: torch.Tensor,
+        draft: Draft | None = None,
+    ) -> None:
+        """Keep the layer's keys and values of tokens that have just been through the policy.
+
+        Args:
+            cache: The rows' keys, values and states.
+            hidden_BTD: The policy's hidden states.
+            tokens_BT: The tokens, whose rows are the first rows of the cache.
+            positions_BT: Their positions.
+            draft: What rows try: then a row here is a query.
+        """
+        assert cache.states is not None
+        own = cache.states.tensors
+        if HIDDEN not in own:  # before the first token of prompts
+            own[HIDDEN] = torch.zeros_like(hidden_BTD[:, 0])
+        if draft is None:
+            before_BTD = torch.cat([own[HIDDEN][: len(hidden_BTD), None].to(hidden_BTD), hidden_BTD[:, :-1]], 1)
+            last_BD = hidden_BTD[:, -1]
+        else:
+            num_rows, numbers_N = len(draft.tokens_BK), np.arange(len(draft.rows_N))
+            before_D = np.where(draft.ahead_N == 1, draft.rows_N, numbers_N - 1)[num_rows:]
+            drafted_D1D = hidden_BTD.index_select(0, torch.from_numpy(before_D).to(hidden_BTD.device))
+            before_BTD = torch.cat([own[HIDDEN][:num_rows, None].to(hidden_BTD), drafted_D1D])
+            last_BD = hidden_BTD[:num_rows, 0]
+        self._run(cache, before_BTD, tokens_BT, positions_BT)
+        own[HIDDEN][: len(last_BD)] = last_BD
+
+    def _run(
+        self, cache: Attention, before_BTD: torch.Tensor, tokens_BT: torch.Tensor, positions_BT: torch.Tensor
+    ) -> torch.Tensor:
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+            return cache.attend(self._number, AttentionInputs(query, key, value, scaling))
+
+        return self._layer(before_BTD, tokens_BT, positions_BT, attend)
+
+    # ---- a drafter ----------------------------------------------------------------------------------
+
+    def expect(self, requests: Sequence[Request], expected: Sequence[float] | None) -> None:
+        """Nothing: all rows try equally many tokens."""
+
+    def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
+        """Return equally many tokens for all rows, as far as there is room for them."""
+        return np.full(num_rows, min(self.most_tokens, max(room // max(num_rows, 1), 1)))
+
+    def draft(
+        self, rows: TokenRows, most_B: np.ndarray, cache: SlotCache, sampling: SamplingParams
+    ) -> Sequence[Sequence[int]]:
+        """Draft tokens one after another, each from what the layer has made of the one before."""
+        assert cache.states is not None
+        queries = Draft.of([[0] * most for most in most_B.tolist()], most_B, self._vocab_size)
+        if queries is None:
+            return [()] * len(most_B)
+        arrays = rows.inputs(len(most_B), draft=queries)
+        drafted, by_row, before = list[torch.Tensor](), list[np.ndarray](), np.arange(len(most_B))
+        hidden_ND, tokens_N = cache.states.tensors[HIDDEN], torch.empty(0)
+        for ahead in range(int(most_B.max())):
+            asked_N = (queries.ahead_N == ahead) & (most_B[queries.rows_N] > ahead)
+            rows_N = queries.rows_N[asked_N]
+            names = ("positions", "uniform") if ahead else ("positions", "uniform", "tokens")
+            own = {name: arrays[name][: len(asked_N)][asked_N] for name in names}
+            own["before"] = np.searchsorted(before, rows_N)
+            there = cache.prepare(rows.counts[rows_N] - 1 + ahead, own, rows_N)
+            tokens_N = tokens_N.index_select(0, there["before"]) if ahead else there["tokens"]
+            hidden_N1D = hidden_ND.index_select(0, there["before"])[:, None]
+            hidden_ND = self._run(cache, hidden_N1D, tokens_N[:, None], there["positions"][:, None])[:, 0]
+            tokens_N = sample_tokens(self._logits(hidden_ND), sampling, there["uniform"])[0]
+            drafted.append(tokens_N)
+            by_row.append(rows_N)
+            before = rows_N
+        proposals = [list[int]() for _ in most_B]
+        for row, token in zip(np.concatenate(by_row).tolist(), torch.cat(drafted).tolist(), strict=True):
+            proposals[row].append(token)
+        return proposals
+
+    def took(self, rows: TokenRows, step: SampledStep, accepted_B: np.ndarray) -> dict[str, int]:
+        """Return the number of accepted tokens; nothing is learned, for the cache has taken them."""
+        return {"heads": int(accepted_B.sum())} if accepted_B.any() else {}
+
+    def left(self, rows: TokenRows, row: int, ended: bool) -> None:
+        """Nothing is kept beside the cache."""
+
+    def release(self, groups: Iterable[GroupKey]) -> None:
+        """Nothing is kept beside the cache."""
