@@ -183,7 +183,8 @@ def _measured(work: Work, runs: Mapping[str, Run], repeats: int, warms_up: bool)
         }
         for name, times in seconds.items()
     ]
-    cost = StepCost.fit(np.array(steps.rows), np.array(steps.kv_tokens), np.array(steps.seconds))
+    columns_3N = np.array([[1] * len(steps.rows), steps.rows, steps.kv_tokens])
+    cost = StepCost.fit(columns_3N.T, np.array(steps.seconds))
     rows[0] |= {"a_ms": cost.step_s * 1e3, "b_us_per_row": cost.row_s * 1e6, "c_ns_per_kv_token": cost.token_s * 1e9}
     return rows
 

@@ -244,7 +244,7 @@ def test_steps_of_a_server_are_its_tokens_without_those_that_it_has_drafted(poli
     generator._policy, generator._streams, generator.version = policy, EngineRequests(policy), 0
     generator._streams.give_ticket(stream := generator._streams.open(request(max_tokens=16), 1.0, ""))
     ticket = stream.ticket or 0
-    generator._pump = SimpleNamespace(arrivals=lambda timeout_s: parts.pop(0))  # pyright: ignore
+    generator._pump = SimpleNamespace(arrivals=lambda timeout_s: parts.pop(0))  # pyrefly: ignore[bad-assignment]
     counted = []
     for content in (of(A, B, C, A, B), DraftCount(6, 3), of(A, B), of(A, B, C)):
         parts.append([Arrival(ticket, content)])  # the counts are those of another completion, which has ended

@@ -129,7 +129,9 @@ def sample(client: ServerClient) -> list[SampledChunk | ServerError]:
     deadline = time.monotonic() + 120
     while not contents or (isinstance(contents[-1], SampledChunk) and contents[-1].finish_reason is None):
         assert time.monotonic() < deadline
-        contents += [arrival.content for arrival in pump.arrivals(1.0)]
+        for content in (arrival.content for arrival in pump.arrivals(1.0)):
+            assert isinstance(content, SampledChunk | ServerError)
+            contents.append(content)
     pump.close()
     return contents
 

@@ -86,7 +86,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *script: int) -> None:
 
     inputs = TokenRows.inputs
 
-    def with_positions(rows: TokenRows, *others: int, **options: int) -> dict[str, Any]:
+    def with_positions(rows: TokenRows, *others: Any, **options: Any) -> dict[str, Any]:
         return inputs(rows, *others, **options) | {"uniform": rows.counts[: len(rows.requests)].copy()}
 
     monkeypatch.setattr(TokenRows, "inputs", with_positions)

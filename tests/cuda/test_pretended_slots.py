@@ -89,8 +89,9 @@ def test_steps_with_drafts_have_recordings_of_their_own_and_one_wait(kind: str, 
             found = [next(ids for ids, _ in expected if ids[: len(had)] == had)[len(had) :] for had in begun]
             return [[*ids[:2], 5] for ids in found]
 
-        def took(self, rows: Any, step: Any, accepted_B: Any) -> None:
+        def took(self, rows: Any, step: Any, accepted_B: Any) -> dict[str, int]:
             self.num_accepted += int(accepted_B.sum())
+            return {}
 
     with pretend_cuda() as gpu:
         generator = started(make(kind).to("cuda"), policy_folder, drafts=3)

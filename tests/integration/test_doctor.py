@@ -149,8 +149,8 @@ def masked_by_pad(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str
     change_tokenizer(folder, pad_token="<eos>")
     finish = SlotGenerator._finish
 
-    def masked(generator: SlotGenerator, tokens: Any, events: StepEvents) -> None:
-        finish(generator, tokens, events)
+    def masked(generator: SlotGenerator, step: Any, tokens: Any, events: StepEvents) -> None:
+        finish(generator, step, tokens, events)
         events.finished = [
             Completion(
                 one.request,

@@ -156,7 +156,7 @@ def sample(folder: str, name: str) -> None:
     kind, config = ENGINES[name]
     arguments: dict[str, Any] = {"max_model_len": 160, "block_size": 32}
     arguments["speculative_config"] = config if config is NGRAM else config | {"model": folder}
-    policy = PolicySpec(load_policy(folder), load_tokenizer(folder))  # pyright: ignore[reportArgumentType]
+    policy = PolicySpec(load_policy(folder), load_tokenizer(folder))
     if kind is VLLMGenerator:
         generator: Any = VLLMGenerator(64, kv_memory="64MiB", engine_args=arguments)
     else:

@@ -57,7 +57,7 @@ def mend_verification() -> None:
     """Let vLLM repeat the values of rows for drafted tokens with torch, before the first draft is verified."""
     from vllm.v1.sample import rejection_sampler
 
-    rejection_sampler.expand_batch_to_tokens = _expanded
+    rejection_sampler.expand_batch_to_tokens = _expanded  # pyrefly: ignore[bad-assignment]
 
 
 def _expanded(
