@@ -19,19 +19,19 @@ def test_for_tables_nothing_moves_and_entries_that_are_freed_are_taken_again(mon
     from tests.cuda.row_attention_case import largest_gap
     from tests.doubles.row_attention import attend_by_tables
 
-    add, close, in_holes, moved = Shelf.add, Shelf.close, list[int](), list[int]()
+    add, settle, in_holes, moved = Shelf.add, Shelf.settle, list[int](), list[int]()
 
     def adding(shelf: Shelf, *args: int) -> list[int]:
         in_holes.extend(shelf._holes[: args[0]])
         return add(shelf, *args)
 
-    def closing(shelf: Shelf) -> dict[int, int]:
-        found = close(shelf)
+    def settling(shelf: Shelf, slack: float | None = None) -> dict[int, int]:
+        found = settle(shelf, slack)
         moved.append(len(found))
         return found
 
     monkeypatch.setattr(Shelf, "add", adding)
-    monkeypatch.setattr(Shelf, "close", closing)
+    monkeypatch.setattr(Shelf, "settle", settling)
     assert largest_gap("cpu", 100, attend_by_tables) < 1e-5
     assert len(in_holes) > 10 and sum(moved) > 10  # in tables, and on shelves
 

@@ -455,7 +455,7 @@ class SlotGenerator(Versioned):
             needed = prompts.keys() | {request.group for request in self._rows.requests}
             for group in [group for group in cache.prompts if group not in needed]:
                 cache.drop_prompt(group)  # it is computed again in its turn
-            cache.tighten()
+            cache.settle(0.0)
         return False
 
     def _may_run_ahead(self, is_roomy: bool, step: SampledStep) -> bool:

@@ -116,12 +116,12 @@ class SlotCache:
         dropped = self.prompts.pop(prompt)
         shelf = self._prompt_shelves[dropped.room]
         shelf.remove(dropped.entry)
-        moved = shelf.close()
+        moved = shelf.settle()
         for other in self.prompts.values():
             if other.room == dropped.room:
                 other.entry = moved.get(other.entry, other.entry)
         if shelf.num_entries:
-            shelf.trim(_SLACK)
+            shelf.settle(_SLACK)
         else:
             del self._prompt_shelves[dropped.room]
         self._read = None
@@ -164,7 +164,7 @@ class SlotCache:
             num_known: The tokens of each beginning.
         """
         first = self.num_rows
-        self._close()  # so that the entries of its rows are neighbors
+        self.settle()  # so that the entries of its rows are neighbors
         self.admit([prompt] * count)
         for piece in range(1, int(np.searchsorted(self._starts, num_tokens))):
             self._entries[first : self.num_rows, piece] = self._pieces[piece].add(count, self.most_entries)
@@ -216,16 +216,11 @@ class SlotCache:
             self.states.move(last, row)
         self._entries[last] = -1
         del self._prompt_of[last]
-        if self.tables is None:
-            self._close()
-        self._read = None
         if not last:
-            self.tighten()
-
-    def _close(self) -> None:
-        """Close the holes that completions have left."""
-        for shelf, entry_of in zip(self._pieces, self._entries.T, strict=True):
-            _follow(shelf.close(), entry_of)
+            self.settle(0.0)
+        elif self.tables is None:
+            self.settle()
+        self._read = None
 
     def roll_back(self, columns_B: np.ndarray) -> None:
         """Free pieces that hold nothing but tokens which were tried and wrong, as if none had been.
@@ -239,7 +234,7 @@ class SlotCache:
                 self._pieces[piece].remove(int(self._entries[row, piece]))
                 self._entries[row, piece] = -1
             if self.tables is None:
-                self._close()
+                self.settle()
             self._read = None
 
     # ---- memory -----------------------------------------------------------------------------------
@@ -266,18 +261,21 @@ class SlotCache:
         pieces = self._ends[np.searchsorted(self._ends, np.maximum(lengths, 1))].sum()
         return int(pieces) + len(lengths) * self.shape.pieces.state
 
-    def tighten(self) -> None:
-        """Give back all memory that is not in use."""
-        for shelf in self._prompt_shelves.values():
-            shelf.trim()
-        self._trim(0.0)
-        self._read = None
+    def settle(self, slack: float | None = None) -> None:
+        """Close the holes that completions have left, and give memory back.
 
-    def _trim(self, slack: float) -> None:
-        """Give memory of completions and of states back."""
+        Args:
+            slack: Half of what is not used is given back where that is more than this share of what is used; 0 for all
+                of it, of prompts too. By default holes are closed, and none is given back.
+        """
         for shelf, entry_of in zip(self._pieces, self._entries.T, strict=True):
-            _follow(shelf.trim(slack), entry_of)
-        if self.states is not None and self._state_room > (1 + slack) * self.num_rows:
+            for entry, now in shelf.settle(slack).items():
+                entry_of[entry_of == entry] = now
+        if slack == 0:
+            for shelf in self._prompt_shelves.values():
+                shelf.settle(slack)
+            self._read = None
+        if slack is not None and self.states is not None and self._state_room > (1 + slack) * self.num_rows:
             like = {name: tensor[0] for name, tensor in self.states.tensors.items()}
             self._resize_states(self.num_rows + int(self.num_rows * slack / 2), like)
 
@@ -334,7 +332,7 @@ class SlotCache:
         assert self.tables is not None
         if self._read is not None:
             return {}
-        self._trim(self._slack)
+        self.settle(self._slack)
         self._read = []
         return self.tables.laid_out(
             self._pieces,
@@ -357,7 +355,7 @@ class SlotCache:
             others: As in ``prepare``.
             rows_B: As in ``prepare``.
         """
-        self._trim(self._slack)
+        self.settle(self._slack)
         width = -(-longest // _WIDTH_STEP) * _WIDTH_STEP
         self._read = []
         for piece, (start, shelf) in enumerate(zip(self._starts.tolist(), self._pieces, strict=True)):
@@ -427,12 +425,6 @@ class SlotCache:
             start += shelf.width
         assert output is not None
         return output.to(query.dtype).view(rows, heads, 1, -1)
-
-
-def _follow(moved: Mapping[int, int], entry_of: np.ndarray) -> None:
-    """Note in place that entries have moved."""
-    for entry, now in moved.items():
-        entry_of[entry_of == entry] = now
 
 
 def kv_budget_bytes(budget: MemoryAmount, policy: PreTrainedModel) -> int:

@@ -79,8 +79,18 @@ class Shelf:
         self._holes.append(entry)
         self.num_entries -= 1
 
-    def close(self) -> dict[int, int]:
-        """Have the last entries take the place of holes; return the new number of each by its old one."""
+    def settle(self, slack: float | None = None) -> dict[int, int]:
+        """Have the last entries take the place of holes, and give memory back.
+
+        Args:
+            slack: Half of what is not used is given back where that is more than this share of what is used; else
+                nothing is done. By default holes are closed, and none is given back.
+
+        Returns:
+            The new number of each entry that has moved by its old one.
+        """
+        if slack is not None and self.room <= (1 + slack) * self.num_entries:
+            return {}
         last = range(self.num_entries, self.num_entries + len(self._holes))
         holes = [hole for hole in self._holes if hole < self.num_entries]
         moved = dict(zip((entry for entry in last if entry not in self._holes), holes, strict=True))
@@ -88,18 +98,8 @@ class Shelf:
             for tensor in (*self.keys, *self.values):
                 tensor[hole] = tensor[entry]
         self._holes.clear()
-        return moved
-
-    def trim(self, slack: float = 0.0) -> dict[int, int]:
-        """Give memory back: all that is not used, or half of it where more than ``slack`` of what is used is not.
-
-        Returns:
-            Which entries have moved for it, as :meth:`close` does.
-        """
-        if self.room <= (1 + slack) * self.num_entries:
-            return {}
-        moved = self.close()
-        self._resize(self.num_entries + int(self.num_entries * slack / 2))
+        if slack is not None:
+            self._resize(self.num_entries + int(self.num_entries * slack / 2))
         return moved
 
     def _resize(self, room: int) -> None:
