@@ -116,6 +116,8 @@ class TrainMTP(Plugin):
         return {"train_mtp/loss": sum(losses) / len(losses)} if losses else {}
 
     def state_dict(self) -> dict[str, Any]:
+        if "_optimizer" not in vars(self):  # nothing has been trained yet
+            return self._state
         return {"layer": self._layer.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
