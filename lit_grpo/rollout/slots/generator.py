@@ -48,6 +48,7 @@ AHEAD_TOKENS = 512  # of prompts that are prefilled before they are needed
 MOST_QUERIES = 256
 """Last tokens and drafted ones that go through the policy in a step, where slots are fewer: logits take memory."""
 Drafts = Annotated[int, Limit(ge=1, le=32)] | Literal["auto", "off", False]  # YAML reads off as False
+DrafterName = Literal["text", "heads"]
 
 
 class SlotGenerator(Versioned):
@@ -93,7 +94,7 @@ class SlotGenerator(Versioned):
         kv_memory: str = "auto",
         packed_weights: bool = False,
         drafts: Drafts = "auto",
-        drafter: Literal["text", "heads"] = "text",
+        drafter: DrafterName = "text",
     ) -> None:
         if num_slots < 1:
             raise ValueError(f"num_slots must be at least 1, not {num_slots}: a completion needs a slot to decode in.")
@@ -102,6 +103,7 @@ class SlotGenerator(Versioned):
         if prefill_tokens < 1:
             raise ValueError(f"prefill_tokens must be at least 1, not {prefill_tokens}.")
         check_value("drafts", drafts, Drafts)
+        check_value("drafter", drafter, DrafterName)
         self.num_slots = num_slots
         self.drafts: Drafts = drafts or "off"
         if drafter == "heads" and drafts == "auto":
