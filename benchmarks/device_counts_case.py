@@ -53,7 +53,7 @@ def autocast() -> Any:
 def decode(gpu: Ledger, lora: bool) -> Counts:
     """Count the steps of a rollout after one that warms up: the median step, and the largest of any."""
     policy = policy_on_gpu(lora)
-    generator = SlotGenerator(8)
+    generator = SlotGenerator(8, drafts="off")
     generator.start(PolicySpec(policy, make_tokenizer()))
     generator.load_weights(policy.named_parameters(), 0)
     prompts = [Prompt("a", (3, 4, 5), ""), Prompt("b", tuple(3 + i % 10 for i in range(40)), "")]
@@ -99,7 +99,7 @@ def launches(mixed: bool, by_kernels: bool) -> Counts:
             if not by_kernels:
                 stack.enter_context(mock.patch.object(binding, "layer_kernels", lambda shape: None))
             policy: Any = random_qwen3(replace(SIZES, layers=layers, vocab_size=1100))
-            generator = SlotGenerator(8)
+            generator = SlotGenerator(8, drafts="off")
             generator.start(PolicySpec((policy if mixed else policy.bfloat16()).to("cuda"), make_tokenizer()))
             generator.load_weights(policy.named_parameters(), 0)
             step, counts = generator.step, list[int]()
@@ -117,7 +117,7 @@ def launches(mixed: bool, by_kernels: bool) -> Counts:
                     prompts, sampling = [Prompt("a", (3, 4, 5), "")], SamplingParams(max_tokens=12)
                     RolloutLoop(generator).collect(prompts, 8, sampling, seed=0)
             graphs: Any = generator._graphs
-            recorded.append(graphs._recordings[8].__self__.launches)
+            recorded.append(graphs._recordings[8, False].__self__.launches)
             outside = statistics.median(counts) - 1
     layer = recorded[1] - recorded[0]
     return {"a layer": layer, "besides, in the graph": recorded[0] - 2 * layer, "outside of the graph": outside}

@@ -47,7 +47,7 @@ class ForcedGenerator(SlotGenerator):
     """
 
     def __init__(self, lengths: dict[Key, int], num_slots: int, packed_weights: bool = False) -> None:
-        super().__init__(num_slots, packed_weights=packed_weights)
+        super().__init__(num_slots, packed_weights=packed_weights, drafts="off")
         self.lengths = lengths
 
     def _finish(self, step: SampledStep, tokens_B: np.ndarray, events: StepEvents) -> None:
@@ -88,7 +88,7 @@ def slots(
     feature_points: tuple[int, ...] = (),
     packed_weights: bool = False,
 ) -> SlotGenerator:
-    """Return a SlotGenerator that holds the policy's weights.
+    """Return a SlotGenerator that holds the policy's weights, and tries no drafts.
 
     Args:
         policy: Decodes.
@@ -99,7 +99,7 @@ def slots(
         packed_weights: Likewise.
     """
     generator = (
-        SlotGenerator(num_slots, packed_weights=packed_weights)
+        SlotGenerator(num_slots, packed_weights=packed_weights, drafts="off")
         if lengths is None
         else ForcedGenerator(lengths, num_slots, packed_weights)
     )
