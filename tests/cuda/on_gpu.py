@@ -53,7 +53,8 @@ class StepCounts:
 
 def started(policy: Any, folder: Path, num_slots: int = 5, **options: Any) -> SlotGenerator:
     """A generator that has the policy's weights; without drafts by default, whose price is timed."""
-    generator = SlotGenerator(num_slots, **({"drafts": "off"} | options))
+    given: dict[str, Any] = {"drafts": "off"} | options
+    generator = SlotGenerator(num_slots, **given)
     generator.start(PolicySpec(policy, load_tokenizer(str(folder))))
     generator.load_weights(policy.named_parameters(), 0)
     return generator
