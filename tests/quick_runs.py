@@ -7,6 +7,7 @@ import json
 import math
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,9 @@ from forks import Forked
 ROOT = Path(__file__).parents[1]
 
 
-def run_quick(name: str, output: Path, *arguments: str, imports: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+def run_quick(
+    name: str, output: Path, *arguments: str, imports: Sequence[str] = (), forks: bool = True
+) -> tuple[dict[str, Any], str]:
     """Run a benchmark in a process of its own; return its result and what it printed.
 
     Args:
@@ -25,12 +28,14 @@ def run_quick(name: str, output: Path, *arguments: str, imports: Sequence[str] =
         output: The file for its result.
         arguments: More of its own.
         imports: What it needs, and others after it, beside what all do.
+        forks: False where it, or a process of it, has to import torch itself.
     """
     stdout, stderr = (output.with_suffix(f".{stream}") for stream in ("stdout", "stderr"))
     command = [sys.executable, "-m", *f"benchmarks.{name}".split(), "--quick", "--output", str(output), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with stdout.open("w") as said, stderr.open("w") as errors:
-        process = Forked(command, cwd=ROOT, env=environment, stdout=said, stderr=errors, imports=imports)
+        streams: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": said, "stderr": errors}
+        process = Forked(command, imports=imports, **streams) if forks else subprocess.Popen(command, **streams)
         code = process.wait()
     assert code == 0, f"exit code {code}: {stderr.read_text()}"
     return json.loads(output.read_text()), stdout.read_text()
