@@ -139,4 +139,4 @@ def test_what_each_row_has_found_is_written_before_the_next(monkeypatch: pytest.
 def test_counts_are_within_their_budgets(tmp_path: Path) -> None:
     result, _ = run_quick("device_counts", tmp_path / "result.json", forks=False)
     check_result(result, "device_counts")
-    assert len(result["claims"]) == 16 and all(claim["holds"] for claim in result["claims"])
+    assert len(result["claims"]) == 24 and all(claim["holds"] for claim in result["claims"])
