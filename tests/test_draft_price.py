@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,25 @@ def test_a_price_is_measured_before_the_first_rollout_and_leaves_nothing(policy_
     assert set(by_source) <= {f"rollout/accepted_per_step/{source}" for source in ("own", "sibling", "visit")}
     assert 1 + sum(by_source.values()) == pytest.approx(metrics["rollout/tokens_per_step"])
     assert stats.accepted.total() == stats.num_accepted == metrics["rollout/accepted_tokens"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_timed_steps_leave_alone_the_prompts_that_requests_will_come_for(
+    policy_folder: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Or what is observed of prompts that go through the policy with a timed one would be told to nobody."""
+
+    def failing(self: TrialDrafter, rows: Any, most_B: np.ndarray) -> list[Proposal]:
+        raise RuntimeError("no kernel for so many queries")
+
+    if fails:
+        monkeypatch.setattr(TrialDrafter, "propose", failing)
+    generator, prompt = slots(policy_folder, "auto"), Prompt("expected", (2, 3, 4), "")
+    generator._is_unpriced, generator.feature_points = True, (0,)
+    generator.expect([prompt])
+    with pytest.warns(UserWarning, match="cannot be measured") if fails else contextlib.nullcontext():
+        generator.submit([])
+    assert list(generator._expected.values()) == [prompt] and not generator._cache.prompts
 
 
 def test_a_price_that_cannot_be_measured_is_told_in_one_line(

@@ -31,7 +31,7 @@ from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import SYNCHRONOUS
 from lit_grpo.rollout.sampling import request_key, sample_tokens, uniform
-from lit_grpo.rollout.slots.drafts import Draft, suffix
+from lit_grpo.rollout.slots.drafts import Draft, Drafter, suffix
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.rows import TokenRows
@@ -42,14 +42,12 @@ EOS, VOCAB_SIZE = 1, 35
 __all__ = ["small_pieces"]
 
 
-class Guesses:
+class Guesses(Drafter):
     """Drafts what completions of another run had next, right or wrong; of those that it had not, anything."""
 
     def __init__(self, most_tokens: int, known: dict[Key, list[int]], seed: int) -> None:
         self.most_tokens, self.known, self.draw = most_tokens, known, random.Random(seed)
         self.took_part: list[tuple[int, int]] = []
-
-    def expect(self, requests: Any, expected: Any) -> None: ...
 
     def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
         """Sometimes nothing, so that a step may be launched ahead; and what may not be tried."""
@@ -74,10 +72,6 @@ class Guesses:
         assert bits_N[step.places].tolist() == [rows.token_ids(row)[-1] for row in range(len(rows.requests))]
         self.took_part.append((0 if step.draft is None else step.draft.num_tokens, int(accepted_B.sum())))
         return {}
-
-    def left(self, rows: TokenRows, row: int, ended: bool) -> None: ...
-
-    def release(self, groups: Any) -> None: ...
 
 
 def check_sampled(completion: Completion, policies: Sequence[Any], sampling: SamplingParams) -> None:

@@ -154,12 +154,9 @@ class SlotGenerator(Versioned):
                 self._drafter = Heads(model, self.drafts)
                 self._shape = self._drafter.beside(self._shape)
             else:
-                from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
+                from lit_grpo.rollout.slots.drafts.suffix import MOST_DRAFTED, SuffixDrafter
 
-                most = self.drafts
-                if not isinstance(most, int):
-                    from lit_grpo.rollout.slots.drafts.price import MOST_DRAFTED as most
-                self._drafter = SuffixDrafter(most)
+                self._drafter = SuffixDrafter(self.drafts if isinstance(self.drafts, int) else MOST_DRAFTED)
             if self._shape.states is not None:
                 state_layers(model)  # with the model's own attention
             most_queries = max(most_queries, min(most_queries * (1 + self._drafter.most_tokens), MOST_QUERIES))
@@ -271,12 +268,19 @@ class SlotGenerator(Versioned):
             self._drafter.expect(requests, expected)
 
     def _price_drafts(self) -> None:
-        """Time some steps, and draft what is worth its price from now on; nothing if that cannot be measured."""
+        """Time some steps, and draft what is worth its price from now on; nothing if that cannot be measured.
+
+        Prompts that requests will come for stay out of them: what is observed of a prompt would be told to nobody.
+        """
         from lit_grpo.rollout.slots.drafts.price import PricedDrafter
         from lit_grpo.rollout.slots.drafts.trial import TrialDrafter, measure_cost
 
         self._drafter = trial = TrialDrafter(0)
-        cost = measure_cost(self, trial, self._context)
+        expected, self._expected = self._expected, {}
+        try:
+            cost = measure_cost(self, trial, self._context)
+        finally:
+            self._expected = expected
         self._drafter = None if cost is None else PricedDrafter(self.num_slots, cost)
 
     def expect(self, prompts: Iterable[Prompt]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lit_grpo.rollout.slots.drafts.draft import Draft
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from lit_grpo.rollout.slots.kv.cache import SlotCache
     from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
     from lit_grpo.types import GroupKey, Request, SamplingParams
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Draft", "Drafter"]
 
 
-class Drafter(Protocol):
+class Drafter:
     """Proposes tokens that may follow the last ones of rows. Wrong ones cost time, and change no sample.
 
     ``most_tokens`` is the most that it proposes for a row in a step.
@@ -27,10 +27,11 @@ class Drafter(Protocol):
 
     def expect(self, requests: Sequence[Request], expected: Sequence[float] | None) -> None:
         """Note how many tokens requests that enter are expected to sample in all, each of them; None if unknown."""
-        ...
 
     def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
-        """Decide how many tokens each row may try in the next step, by price; it may be asked twice before a step.
+        """Decide how many tokens each row may try in the next step; it may be asked twice before a step.
+
+        By default equally many, as far as there is room for them.
 
         Args:
             rows: All rows.
@@ -40,7 +41,7 @@ class Drafter(Protocol):
         Returns:
             int64, shape (num_rows,). If all are 0 the step is one without drafts, and may be launched ahead.
         """
-        ...
+        return np.full(num_rows, min(self.most_tokens, max(room // max(num_rows, 1), 1)))
 
     def draft(
         self, rows: TokenRows, most_B: np.ndarray, cache: SlotCache, sampling: SamplingParams
@@ -54,7 +55,7 @@ class Drafter(Protocol):
             cache: Keys, values and states of the rows, without those of their last tokens.
             sampling: How tokens are sampled.
         """
-        ...
+        raise NotImplementedError
 
     def took(self, rows: TokenRows, step: SampledStep, accepted_B: np.ndarray) -> Mapping[str, int]:
         """Learn from a step, drafted or not, whose tokens the rows have.
@@ -68,12 +69,10 @@ class Drafter(Protocol):
         Returns:
             How many of these tokens were drafted from each source, by its name.
         """
-        ...
+        raise NotImplementedError
 
     def left(self, rows: TokenRows, row: int, ended: bool) -> None:
         """Note that a row leaves: its completion has ended, or may come back."""
-        ...
 
     def release(self, groups: Iterable[GroupKey]) -> None:
         """Note that no more requests of these prompts will come, and none is in flight."""
-        ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,17 +14,17 @@ from lit_grpo.policy.architecture.heads import MORE_KEYS, prediction_head
 from lit_grpo.policy.architecture.states import HIDDEN
 from lit_grpo.rollout.sampling import sample_tokens
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, KVLayer, KVShape
-from lit_grpo.rollout.slots.drafts.draft import Draft
+from lit_grpo.rollout.slots.drafts import Draft, Drafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lit_grpo.rollout.slots.kv.cache import SlotCache
     from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
-    from lit_grpo.types import GroupKey, Request, SamplingParams
+    from lit_grpo.types import SamplingParams
 
 
-class Heads:
+class Heads(Drafter):
     """Drafts with the policy's own layer of multi-token prediction.
 
     Its keys and values are those of one more layer in the slots' cache, and the hidden state of a row's last token that
@@ -102,13 +102,6 @@ class Heads:
 
     # ---- a drafter ----------------------------------------------------------------------------------
 
-    def expect(self, requests: Sequence[Request], expected: Sequence[float] | None) -> None:
-        """Nothing: all rows try equally many tokens."""
-
-    def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
-        """Return equally many tokens for all rows, as far as there is room for them."""
-        return np.full(num_rows, min(self.most_tokens, max(room // max(num_rows, 1), 1)))
-
     def draft(
         self, rows: TokenRows, most_B: np.ndarray, cache: SlotCache, sampling: SamplingParams
     ) -> Sequence[Sequence[int]]:
@@ -142,9 +135,3 @@ class Heads:
     def took(self, rows: TokenRows, step: SampledStep, accepted_B: np.ndarray) -> dict[str, int]:
         """Return the number of accepted tokens; nothing is learned, for the cache has taken them."""
         return {"heads": int(accepted_B.sum())} if accepted_B.any() else {}
-
-    def left(self, rows: TokenRows, row: int, ended: bool) -> None:
-        """Nothing is kept beside the cache."""
-
-    def release(self, groups: Iterable[GroupKey]) -> None:
-        """Nothing is kept beside the cache."""

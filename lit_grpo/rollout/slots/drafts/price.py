@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lit_grpo.rollout.slots.drafts.suffix import Proposal, SuffixDrafter
+from lit_grpo.rollout.slots.drafts.suffix import MOST_DRAFTED, Proposal, SuffixDrafter
 
 if TYPE_CHECKING:
     from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
     from lit_grpo.types import Key, Request
 
 LONGEST_S = 1e6
-MOST_DRAFTED = 8
-"""The most tokens that a row tries in a step."""
 _FADE = 0.998  # of counts by source in each step: half of what was seen 350 steps ago
 _RECENT = 0.93  # of what rows got: half of 10 steps ago, since a completion's beginning is not like its end
 _MATCHES = (3, 4, 6, 8)  # lengths of a match at which another count begins

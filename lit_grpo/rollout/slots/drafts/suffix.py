@@ -9,11 +9,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-
-from lit_grpo.types import GroupKey, Key, Request, SamplePath, SamplingParams
+from lit_grpo.rollout.slots.drafts import Drafter
+from lit_grpo.types import GroupKey, Key, SamplePath, SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lit_grpo.rollout.slots.kv.cache import SlotCache
     from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
 
@@ -23,6 +24,8 @@ PIECE = 8
 """Tokens of an earlier visit that are indexed at a time."""
 MATCHED = 8
 """Tokens before a drafted one that are counted where it is from, at most."""
+MOST_DRAFTED = 8
+"""The most tokens that a row tries in a step, where their price decides."""
 KEPT_BYTES = 256 * 2**20
 """Memory for completions of earlier visits, :data:`TOKEN_BYTES` a token; beyond it those visited first are dropped."""
 TOKEN_BYTES = array("i").itemsize
@@ -236,7 +239,7 @@ class DraftSource:
         return self._groups[key[:2]].propose(key[2], most)
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Drafts what has followed rows' last tokens before: equally many tokens for all rows in every step.
 
     Attributes:
@@ -251,13 +254,6 @@ class SuffixDrafter:
         self.source = DraftSource()
         self.tried: list[Proposal] = []
         self._known: dict[Key, int] = {}  # tokens of each row that the source has
-
-    def expect(self, requests: Sequence[Request], expected: Sequence[float] | None) -> None:
-        """Nothing: all rows try equally many tokens."""
-
-    def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
-        """Return equally many tokens for all rows, as far as there is room for them."""
-        return np.full(num_rows, min(self.most_tokens, max(room // max(num_rows, 1), 1)))
 
     def draft(
         self, rows: TokenRows, most_B: np.ndarray, cache: SlotCache, sampling: SamplingParams
