@@ -158,6 +158,26 @@ def own_copy(value: Any, what: str) -> Any:
         ) from error
 
 
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """The images of one prompt, encoded as PNG; pixels are made when the policy reads them, and not kept.
+
+    Attributes:
+        images: Files of the images, in the order of their placeholders.
+        digest: A digest of the pixels.
+        num_tokens: Number of placeholder tokens, which the features of all images stand for.
+        positions_3P: Positions of the prompt's tokens in time, height and width (M-RoPE), int64, shape (3, P); None for
+            a policy with one position a token.
+        shift: How much lower than its place the position of a token after the prompt is: 0 without ``positions_3P``.
+    """
+
+    images: tuple[bytes, ...]
+    digest: bytes
+    num_tokens: int
+    positions_3P: torch.Tensor | None = None
+    shift: int = 0
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt, tokenized.
@@ -170,7 +190,7 @@ class Prompt:
     ``altered`` says that the policy reads something else than the row says; such a visit shows nothing of the prompt
     itself. ``given`` is the beginning of the answer, where ``text`` ends in one. ``extra`` has numbers of the plug-in
     that altered it, by name; samples show them. ``dataset`` names its data set in a run with several, and is empty
-    otherwise.
+    otherwise. ``pictures`` are the images whose placeholders are among its tokens.
     """
 
     prompt_id: str
@@ -183,6 +203,7 @@ class Prompt:
     given: str = ""
     extra: dict[str, float] = field(default_factory=dict)
     dataset: str = ""
+    pictures: Pictures | None = None
 
     def is_of(self, datasets: Collection[str]) -> bool:
         """Return whether its data set is one of these; of an empty collection, always."""
@@ -208,11 +229,17 @@ class Prompt:
 
     @property
     def digest(self) -> bytes:
-        """A digest of all that the policy reads of it, which today are its tokens.
+        """A digest of all that the policy reads of it: its tokens and the pixels of its images.
 
-        Prompts with the same digest have the same keys and values. An input beside the tokens has to be joined here.
+        Prompts with the same digest have the same keys and values.
         """
-        return blake2b(array("q", self.token_ids), digest_size=16).digest()
+        key = b"" if self.pictures is None else self.pictures.digest
+        return blake2b(array("q", self.token_ids), digest_size=16, key=key).digest()
+
+    @property
+    def end(self) -> int:
+        """Position of the first token after it."""
+        return len(self.token_ids) - (0 if self.pictures is None else self.pictures.shift)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from lit_grpo.policy.architecture.decoder import (
     decoder_of,
     hidden_states,
     raise_device_failure,
+    set_attention,
 )
 from lit_grpo.process.terminal import first_line
 
@@ -122,11 +123,11 @@ def _probed(model: PreTrainedModel, context: int) -> Iterator[None]:
     AttentionMaskInterface.register(_NAME, mask)
     if not decoder_of(model)._can_set_attn_implementation():
         raise OwnAttention("it does not use transformers' attention interface")
-    model.set_attn_implementation(_NAME)
+    set_attention(model, _NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
 
 
 def _probe(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -69,6 +69,11 @@ def attention_name(model: PreTrainedModel) -> str:
     return str(decoder_of(model).config._attn_implementation)
 
 
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Switch the decoder's attention; a vision tower keeps its own."""
+    decoder_of(model).set_attn_implementation(name)
+
+
 @contextmanager
 def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
     """Switch a model to evaluation mode for the code within."""
@@ -80,9 +85,29 @@ def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Run the decoder without its head; return the last hidden states, shape (B, T, hidden size)."""
-    return decoder_of(model)(input_ids=input_ids_BT, **{"use_cache": False, **kwargs}).last_hidden_state
+def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, seen: Any = None, **kwargs: Any) -> torch.Tensor:
+    """Run the decoder without its head; return the last hidden states, shape (B, T, hidden size).
+
+    Args:
+        model: A causal language model.
+        input_ids_BT: Token ids.
+        seen: The features of images among them, as :func:`lit_grpo.policy.vision.image_features` returns them.
+        **kwargs: Further arguments of the decoder.
+    """
+    run = decoder_of(model) if seen is None else inner_model(model)
+    return run(input_ids=input_ids_BT, **{"use_cache": False, **(seen or {}), **kwargs}).last_hidden_state
+
+
+def inner_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a policy that puts features of images in place of tokens and runs the decoder.
+
+    Raises:
+        ValueError: The policy has no vision tower.
+    """
+    for child in model.children():
+        if hasattr(child, "get_image_features"):
+            return cast(PreTrainedModel, child)
+    raise ValueError(f"{type(model).__name__} has no vision tower, so its prompts can have no images.")
 
 
 @torch.no_grad()
@@ -128,18 +153,33 @@ def configured_length(config: PreTrainedConfig) -> int | None:
 
 _KNOWN = "_lit_grpo_logit_map"
 _LARGE, _SMALL = 2.0**30, 2.0**-20
+NEVER = -1e9  # finite, so that a product with its probability, 0, is 0
 
 
 @dataclass(frozen=True)
 class LogitMap:
-    """Logits are ``scale x head(h)``, and with a cap ``cap tanh(scale x head(h) / cap)``."""
+    """Logits are ``scale x head(h)``, and with a cap ``cap tanh(scale x head(h) / cap)``.
+
+    Tokens of ``never`` are in no distribution: the placeholders of images, behind which a sampled one has no image.
+    """
 
     scale: float = 1.0
     cap: float | None = None
+    never: tuple[int, ...] = ()
 
     def __call__(self, outputs: torch.Tensor) -> torch.Tensor:
         scaled = outputs if self.scale == 1 else outputs * self.scale
-        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+        logits = scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+        if self.never:
+            logits = logits.clone()
+            for token in self.never:
+                logits[..., token] = NEVER
+        return logits
+
+
+def never_sample(model: PreTrainedModel, tokens: Sequence[int]) -> None:
+    """Take tokens out of a model's distribution, wherever it is computed."""
+    object.__setattr__(model, _KNOWN, replace(logit_map(model), never=tuple(tokens)))
 
 
 def logit_map(model: PreTrainedModel) -> LogitMap:

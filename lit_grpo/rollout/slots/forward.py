@@ -12,7 +12,14 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.attention import AttentionCall, Sight
-from lit_grpo.policy.architecture.decoder import compute_dtype, decoder_of, hidden_states, raise_device_failure
+from lit_grpo.policy.architecture.decoder import (
+    compute_dtype,
+    decoder_of,
+    hidden_states,
+    raise_device_failure,
+    set_attention,
+)
+from lit_grpo.policy.vision import image_features, with_images
 from lit_grpo.process.terminal import error_text, say
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
     from lit_grpo.rollout.slots.drafts.states import StatesAhead
     from lit_grpo.rollout.slots.kernels import LayerKernels
     from lit_grpo.rollout.slots.kv.shelves import ShelfWriter
+    from lit_grpo.types import Pictures
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
@@ -90,7 +98,7 @@ class DecodingMode:
     def end(self) -> None:
         """Give the policy back, if it has been switched."""
         if self._attention is not None:
-            self._policy.set_attn_implementation(self._attention)
+            set_attention(self._policy, self._attention)
             self._policy.train(self._training)
             self._attention = None
             torch.clear_autocast_cache()
@@ -104,8 +112,12 @@ def prefill(
     sequences: Sequence[Sequence[int]],
     max_tokens: int,
     writer: ShelfWriter,
+    pictures: Sequence[Pictures | None] = (),
+    shift: int = 0,
 ) -> torch.Tensor:
     """Run the policy over ``sequences``, in pieces of at most ``max_tokens`` tokens, padding included.
+
+    Prompts with images are one piece, because their placeholders belong together.
 
     States are those after a sequence's last token, so where layers have states nothing is padded: a piece ends where a
     sequence does, which is then through.
@@ -116,6 +128,8 @@ def prefill(
         max_tokens: The most that go through the model at once; each sequence has at least one token in a piece.
         writer: Takes the keys and values, padded on the right to the longest sequence, and attends. The first token of
             each sequence stands after those that are written there.
+        pictures: The images of each sequence, if these are prompts; where layers have states, of one alone.
+        shift: How much lower than its place the position of each token is, if what is written has images.
 
     Returns:
         The hidden state of each sequence's last token, shape (rows, hidden size).
@@ -130,7 +144,8 @@ def prefill(
     there = in_one_copy({"ids": input_ids_BT, "last": torch.tensor(lengths) - 1}, device)
     input_ids_BT, last_B = there["ids"], there["last"]
     rows_B = torch.arange(len(sequences), device=device)
-    step = max(1, max_tokens // len(sequences))
+    seen = [(row, each) for row, each in enumerate(pictures) if each is not None]
+    step = longest if seen else max(1, max_tokens // len(sequences))
     begin, rows, own, final_BD = 0, len(sequences), {}, None
     while begin < longest:
         end = begin + step
@@ -141,13 +156,19 @@ def prefill(
             own = states.arguments(rows)
         piece_BT = input_ids_BT[:rows, begin:end]
         positions_BT = torch.arange(begin, begin + piece_BT.shape[1], device=device).expand_as(piece_BT)
+        positions_BT = positions_BT + (first_position - shift)
         hidden_BTD = hidden_states(
-            policy, piece_BT, position_ids=positions_BT + first_position, slot_cache=Forward(writer), **own
+            policy,
+            piece_BT,
+            image_features(policy, [each for _, each in seen]) if seen else None,
+            position_ids=with_images(positions_BT, seen),
+            slot_cache=Forward(writer),
+            **own,
         )
         if states is not None:
             states.take()
         if writer.shape.heads is not None:
-            writer.shape.heads.follow(writer, hidden_BTD, piece_BT, positions_BT + first_position)
+            writer.shape.heads.follow(writer, hidden_BTD, piece_BT, positions_BT)
         state_BD = hidden_BTD[rows_B[:rows], (last_B[:rows] - begin).clamp(0, piece_BT.shape[1] - 1)]
         if final_BD is None:
             final_BD = state_BD

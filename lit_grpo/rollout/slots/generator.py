@@ -511,20 +511,23 @@ class SlotGenerator(Versioned):
                 del self._expected[group]
                 if group not in needed and group not in cache.prompts:
                     missing[group] = prompt
-        by_room: dict[int, list[tuple[GroupKey, Sequence[int]]]] = {}
+        by_room: dict[int, list[tuple[GroupKey, Prompt]]] = {}
         for group, prompt in missing.items():
             length = len(prompt.token_ids)
             room = prompt_room(length) if states is None or states.goes_on else length
-            by_room.setdefault(room, []).append((group, prompt.token_ids))
+            by_room.setdefault(room, []).append((group, prompt))
         for room, alike in by_room.items():
             most = max(1, budget.prefill_tokens // room)
             if states is not None:
-                alike.sort(key=lambda each: -len(each[1]))
+                alike.sort(key=lambda each: -len(each[1].token_ids))
+                most = 1 if any(prompt.pictures is not None for _, prompt in alike) else most
             for first in range(0, len(alike), most):
-                groups, sequences = zip(*alike[first : first + most], strict=True)
+                groups, prompts = zip(*alike[first : first + most], strict=True)
+                sequences = [prompt.token_ids for prompt in prompts]
                 lengths = [*map(len, sequences)]
                 writer = cache.write_prompts(groups, lengths)
-                hidden_BD = prefill(self.policy, sequences, budget.prefill_tokens, writer)
+                pictures = [prompt.pictures for prompt in prompts]
+                hidden_BD = prefill(self.policy, sequences, budget.prefill_tokens, writer, pictures)
                 for row, (group, hidden_D) in enumerate(zip(groups, hidden_BD, strict=True)):
                     cache.prompts[group].hidden_D = hidden_D.clone()
                     if writer.states is not None:

@@ -120,7 +120,9 @@ class KeptCompletions:
                 writer = cache.write_completions(group, len(members), num_tokens, beginnings, known)
                 if known < num_tokens:
                     tails = [request.prefix.token_ids_T[known:num_tokens].tolist() for request, _ in members]
-                    hidden = [*prefill(policy, tails, most_tokens, writer)]
+                    prompt = members[0][0].prompt
+                    shift = len(prompt.token_ids) - prompt.end
+                    hidden = [*prefill(policy, tails, most_tokens, writer, shift=shift)]
                 for request, _ in members:
                     self._forget(request.key)
                 entered += () if step is None else hidden

@@ -79,7 +79,7 @@ class TokenRows:
         self._entropy_sums = np.zeros(num_rows)
         self.counts = np.zeros(num_rows, dtype=np.int64)
         self.sampled = np.zeros(num_rows, dtype=np.int64)
-        self._prompt_lengths = np.zeros(num_rows, dtype=np.int64)
+        self._prompt_ends = np.zeros(num_rows, dtype=np.int64)
         self._versions = np.zeros(num_rows, dtype=np.int64)  # of the policy that samples what follows the prefix
 
     def admit(self, requests: Sequence[Request], version: int) -> None:
@@ -96,7 +96,7 @@ class TokenRows:
                 self._logprobs[row, :count] = prefix.logprobs_T.numpy()
                 self.sampled[row] = prefix.num_sampled
                 self._entropy_sums[row] = prefix.entropy * prefix.num_sampled
-            self._prompt_lengths[row] = len(request.prompt.token_ids)
+            self._prompt_ends[row] = request.prompt.end
         self.requests += requests
 
     def inputs(
@@ -112,7 +112,7 @@ class TokenRows:
         if draft is not None:
             rows_N, ahead_N, entering = draft.rows_N, draft.ahead_N, self._index[num_decoded:rows]
             counts_N = np.append(self.counts[rows_N] + ahead_N, self.counts[entering])
-            positions_N = self._prompt_lengths[rows_N] + self.counts[rows_N] - 1 + ahead_N
+            positions_N = self._prompt_ends[rows_N] + self.counts[rows_N] - 1 + ahead_N
             last_B = self._tokens[self._index[:num_decoded], self.counts[:num_decoded] - 1]
             return {
                 "uniform": self._uniform[np.append(rows_N, entering), counts_N],
@@ -123,7 +123,7 @@ class TokenRows:
         arrays: dict[str, np.ndarray] = {"uniform": self._uniform[self._index[first:rows], columns]}
         if num_decoded:
             last = self.counts[:num_decoded] - 1
-            arrays["positions"] = self._prompt_lengths[:num_decoded] + last + num_ahead
+            arrays["positions"] = self._prompt_ends[:num_decoded] + last + num_ahead
             if not num_ahead:
                 arrays["tokens"] = self._tokens[self._index[:num_decoded], last]
         return arrays
@@ -236,7 +236,7 @@ class TokenRows:
             for tokens in (self._tokens, self._logprobs):
                 tokens[row, :count] = tokens[last, :count]
             self._uniform[row, count:] = self._uniform[last, count:]
-            for state in (self._entropy_sums, self.counts, self.sampled, self._prompt_lengths, self._versions):
+            for state in (self._entropy_sums, self.counts, self.sampled, self._prompt_ends, self._versions):
                 state[row] = state[last]
             self.requests[row] = self.requests[last]
         del self.requests[last]

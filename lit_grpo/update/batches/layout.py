@@ -12,8 +12,9 @@ import torch
 
 from lit_grpo.memory import in_one_copy
 from lit_grpo.plugins.columns import OF_CANDIDATES
+from lit_grpo.policy.vision import with_images
 from lit_grpo.trajectory import OBSERVED, prefix_tree
-from lit_grpo.types import Rollout
+from lit_grpo.types import Pictures, Rollout
 from lit_grpo.update.objective.tokens import Tokens
 from lit_grpo.update.plugin import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
@@ -66,10 +67,12 @@ class PackedRow(Tokens):
 
     Args:
         input_ids_BT: Token ids of the row, shape (1, T); several rows if no prefix is shared.
-        position_ids_BT: Position of each token in its own sequence, shape as ``input_ids_BT``.
+        position_ids_BT: Position of each token in its own sequence, shape as ``input_ids_BT``; (3, 1, T) where a
+            prompt has images and a policy has positions in time, height and width.
         stretches: What is where, and which tokens see which.
         carried: What the row sees of other micro-batches, a span for each stretch that is.
         in_row: What others have seen of it, with its place.
+        pictures: The images of its prompts, in order.
         chunk: The chunk of a completion that the row is; it then has no other.
         weight: What its tokens count: 1, or the chunk's weight; 0 if the row is a token that stands for nothing.
         members: Completions in the row, in the order of the N axis.
@@ -89,6 +92,7 @@ class PackedRow(Tokens):
     stretches: tuple[Stretch, ...] = ()
     carried: tuple[CarriedSpan, ...] = ()
     in_row: tuple[tuple[slice, CarriedSpan], ...] = ()
+    pictures: tuple[Pictures, ...] = ()
     chunk: Chunk | None = None
     weight: float = 1.0
     members: tuple[Member, ...] = ()
@@ -184,7 +188,7 @@ class RowPart(NamedTuple):
     """Completions of one prompt in a row, by their places among the rollouts.
 
     They stand after their prompt, or follow what was computed ``before`` of it; ``span`` is what other rows see of the
-    part: its prompt, or the ``chunk`` that it is of its one completion.
+    part: its prompt, or the ``chunk`` that it is of its one completion. ``pictures`` are the images of the prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -192,6 +196,7 @@ class RowPart(NamedTuple):
     before: CarriedSpan | None = None
     span: CarriedSpan | None = None
     chunk: Chunk | None = None
+    pictures: Pictures | None = None
 
 
 def in_order(rows: Sequence[PackedRow]) -> Iterator[PackedRow]:
@@ -235,6 +240,7 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     members = list[tuple[int, Rollout, Chunk | None]]()
     sources: list[tuple[int, int]] = []  # where predecessors stand, as (begin, number); carried ones are below 0
     start = num_carried = 0
+    seen = list[tuple[int, int, RowPart]]()  # parts with images, and from where to where their tokens stand
     for part in parts:
         of_part, its_tokens, paths = _place(part, rollouts, start, len(stretches), least_shared)
         tokens += its_tokens
@@ -246,7 +252,10 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
         if part.span is not None:
             in_row.append((slice(start, start + len(part.span.token_ids)), part.span))
         stretches += of_part
-        start += sum(each.length for each in of_part if not each.carried)
+        end = start + sum(each.length for each in of_part if not each.carried)
+        if part.pictures is not None:
+            seen.append((start, end, part))
+        start = end
         for member, path in zip(part.members, paths, strict=True):
             members.append((member, rollouts[member], part.chunk))
             path.insert(0, (before, 1))
@@ -267,7 +276,8 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     chunk = parts[0].chunk if parts else None
     row = PackedRow(
         input_ids_BT=torch.from_numpy(np.concatenate(tokens, dtype=np.int64))[None],
-        position_ids_BT=torch.from_numpy(_ranges(own[:, 1], own[:, 2]))[None],
+        position_ids_BT=_positions(torch.from_numpy(_ranges(own[:, 1], own[:, 2])), seen),
+        pictures=tuple(part.pictures for *_, part in seen if part.pictures is not None and part.before is None),
         stretches=tuple(stretches),
         carried=tuple(carried),
         in_row=tuple(in_row),
@@ -278,6 +288,19 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     if shares:
         row.find_unique()
     return row
+
+
+def _positions(positions_T: torch.Tensor, seen: Sequence[tuple[int, int, RowPart]]) -> torch.Tensor:
+    """Return positions of a row, shape (1, T); with images (3, 1, T) if tokens have three positions each."""
+    turned = [(begin, end, part, part.pictures) for begin, end, part in seen if part.pictures is not None]
+    if all(pictures.positions_3P is None for *_, pictures in turned):
+        return positions_T[None]
+    positions_3T = positions_T.repeat(3, 1)
+    for begin, end, part, pictures in turned:
+        positions_3T[:, begin:end] -= pictures.shift
+        if part.before is None and pictures.positions_3P is not None:
+            positions_3T[:, begin : begin + len(part.prompt_ids)] = pictures.positions_3P
+    return positions_3T[:, None]
 
 
 def _place(
@@ -368,9 +391,11 @@ def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> Packe
         begins.append(row * longest + len(prompt_ids) - 1)
         counts.append(len(token_ids_T))
     sources_T = _ranges(np.array(begins, np.int64), np.array(counts, np.int64))
+    seen = [(row, each) for row, rollout in enumerate(own) if (each := rollout.prompt.pictures) is not None]
     return PackedRow(
         input_ids_BT=input_ids_BT,
-        position_ids_BT=torch.arange(longest).repeat(len(input_ids_BT), 1),
+        position_ids_BT=with_images(torch.arange(longest).repeat(len(input_ids_BT), 1), seen),
+        pictures=tuple(each for _, each in seen),
         **_trained_tokens([(member, rollouts[member], None) for member in members], sources_T),
     )
 

@@ -96,7 +96,7 @@ def _cut_groups(
     with_prompt, sizes = list[RowPart](), list[int]()
     split, in_chunks = list[list[RowPart]](), list[list[RowPart]]()  # those that are before, by group
     for members in groups.values():
-        prompt_ids = rollouts[members[0]].prompt.token_ids
+        prompt_ids, pictures = (prompt := rollouts[members[0]].prompt).token_ids, prompt.pictures
         whole = [member for member in members if member not in chunks]
         bundles, lengths = _bundles(
             [rollouts[member].completion.arrays[0] for member in whole], max_tokens, least_shared
@@ -108,10 +108,10 @@ def _cut_groups(
             ]
         first, *more = best_fit(lengths, max_tokens, taken=len(prompt_ids))
         parts = [[whole[number] for bundle in part for number in bundles[bundle]] for part in (first, *more)]
-        span = CarriedSpan(prompt_ids) if more or len(whole) < len(members) else None
-        with_prompt.append(RowPart(prompt_ids, parts[0], span=span))
+        span = CarriedSpan(prompt_ids, pictures=pictures) if more or len(whole) < len(members) else None
+        with_prompt.append(RowPart(prompt_ids, parts[0], span=span, pictures=pictures))
         sizes.append(len(prompt_ids) + sum(lengths[bundle] for bundle in first))
-        split.append([RowPart(prompt_ids, part, before=span) for part in parts[1:]])
+        split.append([RowPart(prompt_ids, part, before=span, pictures=pictures) for part in parts[1:]])
         in_chunks.append([])
         for member in members:
             if member in chunks and span is not None:
@@ -136,7 +136,7 @@ def _cut_completion(rollout: Rollout, member: int, chunks: Sequence[Chunk], prom
         if number < last:
             span = CarriedSpan(token_ids_T[chunk.begin : chunk.end].tolist(), before, chunk.weight)
         if chunk.weight:
-            parts.insert(0, RowPart(rollout.prompt.token_ids, [member], before, span, chunk))
+            parts.insert(0, RowPart(rollout.prompt.token_ids, [member], before, span, chunk, rollout.prompt.pictures))
         before = span or before
     return parts
 

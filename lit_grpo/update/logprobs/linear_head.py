@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from lit_grpo.policy.architecture.decoder import logit_map
+from lit_grpo.policy.architecture.decoder import NEVER, logit_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ class LinearHead:
 
     With ``keeps_gradient`` the backward pass adds the weight's gradient to its ``.grad`` block by block, so that no
     second array of V x D exists; hooks on the weight run as ever. ``is_tied``: the weight is the input embedding as
-    well, whose backward pass ends the weight's gradient.
+    well, whose backward pass ends the weight's gradient. Tokens of ``never`` are in no distribution.
     """
 
     weight_VD: torch.Tensor
@@ -30,6 +30,7 @@ class LinearHead:
     cap: float | None = None
     keeps_gradient: bool = False
     is_tied: bool = False
+    never: tuple[int, ...] = ()
 
 
 def linear_head(model: PreTrainedModel) -> LinearHead | None:
@@ -40,7 +41,7 @@ def linear_head(model: PreTrainedModel) -> LinearHead | None:
     finish, weight = logit_map(model), layer.weight
     is_leaf = type(weight) is torch.nn.Parameter and weight.requires_grad and torch.is_grad_enabled()
     is_tied = getattr(model.get_input_embeddings(), "weight", None) is weight
-    return LinearHead(weight, layer.bias, finish.scale, finish.cap, keeps_gradient=is_leaf, is_tied=is_tied)
+    return LinearHead(weight, layer.bias, finish.scale, finish.cap, is_leaf, is_tied, finish.never)
 
 
 TOKENS_PER_BLOCK = 2048
@@ -68,7 +69,7 @@ class LogitBlocks:
     ) -> None:
         self.hidden_ND, self.weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
         self.bias_V = None if bias_V is None else bias_V.to(dtype)
-        self.scale, self.cap, self.temperature = head.scale, head.cap, temperature
+        self.scale, self.cap, self.never, self.temperature = head.scale, head.cap, head.never, temperature
         self.exact = torch.float64 if dtype == torch.float64 else torch.float32
         num_tokens, size = len(hidden_ND), len(weight_VD)
         logits = LOGITS_PER_BLOCK.get(hidden_ND.device.type, 2**21)
@@ -87,6 +88,9 @@ class LogitBlocks:
             logits_nv = logits_nv.mul_(self.scale)
         if self.cap is not None:
             logits_nv = logits_nv.div_(self.cap).tanh_().mul_(self.cap)
+        for token in self.never:
+            if vocabulary.start <= token < vocabulary.stop:
+                logits_nv[:, token - vocabulary.start] = NEVER
         return logits_nv if self.temperature == 1 else logits_nv.div_(self.temperature)
 
 

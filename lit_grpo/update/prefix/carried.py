@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lit_grpo.types import Pictures
+
 Index = tuple[slice, ...]
 
 
@@ -23,12 +25,22 @@ class CarriedSpan:
         token_ids: Token ids of the prompt or chunk.
         before: What it follows; a prompt follows nothing.
         weight: What the others have left is multiplied by it.
+        pictures: The images of a prompt.
     """
 
-    def __init__(self, token_ids: Sequence[int], before: CarriedSpan | None = None, weight: float = 1.0) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        before: CarriedSpan | None = None,
+        weight: float = 1.0,
+        pictures: Pictures | None = None,
+    ) -> None:
         self.token_ids, self.before, self.weight = tuple(token_ids), before, weight
         self.num_before = 0 if before is None else before.end
         """Tokens that it follows."""
+        self.pictures = pictures
+        self.shift: int = (0 if pictures is None else pictures.shift) if before is None else before.shift
+        """How much lower than its place the position of a token after the prompt is."""
         self.end = self.num_before + len(self.token_ids)
         """The position after its last token."""
         self.is_known = False

@@ -12,9 +12,10 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from lit_grpo.memory import in_one_copy
-from lit_grpo.policy.architecture.decoder import attention_name, hidden_states
+from lit_grpo.policy.architecture.decoder import attention_name, hidden_states, set_attention
 from lit_grpo.policy.architecture.states import FOUND, States, state_layers
 from lit_grpo.policy.sharding import is_scattered
+from lit_grpo.policy.vision import image_features, with_images
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.flash import Plan, fused_attention, fused_kernels, plan_launches
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
@@ -25,6 +26,7 @@ from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParall
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from lit_grpo.types import Pictures
     from lit_grpo.update.prefix.carried import CarriedSpan
 
 
@@ -85,19 +87,28 @@ class SharedPrefix:
         in_row = [] if span is None else [(slice(0, length), span)]
         alone = SharedPrefix(stretches, [] if before is None else [before], in_row, self.ranks)
         input_ids_T = in_one_copy({"ids": torch.tensor(token_ids)}, model.device)["ids"]
-        positions_T = torch.arange(first, first + length, device=model.device)
-        hidden_TD = alone.hidden_states(model, input_ids_T[None], positions_T[None])
+        positions_1T = torch.arange(first, first + length, device=model.device)[None]
+        pictures = () if span is None or span.pictures is None else (span.pictures,)
+        if before is not None:
+            positions_1T = positions_1T - before.shift
+        positions = with_images(positions_1T, [*enumerate(pictures)])
+        hidden_TD = alone.hidden_states(model, input_ids_T[None], positions, pictures)
         if span is not None:
             span.keep(_LAST_HIDDEN, hidden_TD[length - 1 : length].clone())
             span.is_known = True
 
     def hidden_states(
-        self, model: PreTrainedModel, input_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor
+        self,
+        model: PreTrainedModel,
+        input_ids_BT: torch.Tensor,
+        position_ids_BT: torch.Tensor,
+        pictures: Sequence[Pictures] = (),
     ) -> torch.Tensor:
         """Run the packed row through the layers; return its last hidden states (T, D), then those of carried spans."""
         self.num_tokens = input_ids_BT.shape[1]
         run = hidden_states if self.ranks.size == 1 else self.ranks.hidden_states
-        hidden_TD = run(model, input_ids_BT, position_ids=position_ids_BT, shared_prefix=self)[0]
+        seen = image_features(model, pictures) if pictures else None
+        hidden_TD = run(model, input_ids_BT, seen=seen, position_ids=position_ids_BT, shared_prefix=self)[0]
         for place, span in self._in_row:
             hidden_TD = span.settle(_LAST_HIDDEN, hidden_TD, (slice(place.stop - 1, place.stop),))
         if not self._carried:
@@ -223,9 +234,9 @@ def shared_prefixes(model: PreTrainedModel) -> Iterator[None]:
     layers = vars(model).get(FOUND)
     if layers is None:
         layers = state_layers(model)  # with the model's own attention
-    model.set_attn_implementation(ATTENTION_NAME)
+    set_attention(model, ATTENTION_NAME)
     try:
         with recurrent_layers(layers) if layers else nullcontext():
             yield
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
