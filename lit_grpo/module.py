@@ -47,11 +47,12 @@ from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_sh
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
 from lit_grpo.policy.frozen import check_base, fingerprint, recorded_name, without_frozen
-from lit_grpo.policy.loading import as_loaded, embeddings, load_policy, load_tokenizer
+from lit_grpo.policy.loading import as_loaded, embeddings, load_policy, load_tokenizer, load_vision
 from lit_grpo.policy.nf4 import has_four_bits, without_quant_states
 from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, gather_for_sampling
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.vision import give_vision
 from lit_grpo.process.packages import MISSING_KERNELS
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, load_rewards
@@ -127,6 +128,8 @@ class GRPOModule(EvaluationModule):
             of the first few are written to the run's folder, as ``broken-update-N-rank-R.safetensors``.
         optimizer: Optimizer, any of torch; AdamW with a learning rate of 1e-6 by default.
         lr_scheduler: Learning-rate scheduler, any of torch, stepped once per optimizer step; constant by default.
+        vision: Load the policy's vision tower for prompts with images (``data.image_column``): ``frozen`` or
+            ``trained``; ``none`` trains on texts alone. With ``lora`` a trained tower has adapters too.
         dtype: Data type of the policy's weights. Keep float32 and choose the compute precision with
             ``trainer.precision``: bfloat16 weights lose updates of a learning rate of 1e-6 to rounding.
         lora: Train LoRA adapters instead of all weights, at about ten times the learning rate; needs peft. The KL
@@ -175,6 +178,7 @@ class GRPOModule(EvaluationModule):
         max_skipped_updates: int = 3,
         optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(parameters, lr=1e-6),
         lr_scheduler: LRSchedulerCallable | None = None,
+        vision: Literal["none", "frozen", "trained"] = "none",
         dtype: Literal["float32", "bfloat16"] = "float32",
         lora: LoraSettings | None = None,
         reference: ReferenceSettings = ReferenceSettings(),  # noqa: B008 (frozen)
@@ -210,6 +214,7 @@ class GRPOModule(EvaluationModule):
         )
         self.make_optimizer, self.make_lr_scheduler = optimizer, lr_scheduler
         self.policy_dtype, self.reference, self.sampling_seed = dtype, reference, sampling_seed
+        self.vision = vision
         self.teacher_settings = teacher
         self.teacher: ModelTeacher | ServerTeacher | None = None
         self.lora = LoraSettings(**lora) if isinstance(lora, dict) else lora  # a checkpoint has it as a dict
@@ -396,7 +401,10 @@ class GRPOModule(EvaluationModule):
         """Load policy and tokenizer; an outline of the policy where the first rank alone reads its weights."""
         self.tokenizer = load_tokenizer(self.policy_name)
         nf4 = self.lora is not None and self.lora.base == "nf4"
-        self.policy = load_policy(self.policy_name, self.policy_dtype, nf4, outline).train()
+        sees = self.vision != "none"
+        self.policy = load_policy(self.policy_name, self.policy_dtype, nf4, outline, sees).train()
+        if sees:
+            give_vision(self.policy, load_vision(self.policy_name, self.tokenizer), self.vision == "trained")
         self._continues = has_adapters(self.policy)
         self.strict_loading = self.lora is None and not self._continues  # else a checkpoint has adapters alone
         if not outline:

@@ -75,7 +75,7 @@ def prompts_of(worker: Trajectories, rows: Sequence[dict[str, Any]]) -> list[Pro
     rendered = [renderer.render(row, tokenizer) for row in rows]
     return [
         Prompt(f"train/{number}", token_ids, text, row, messages=messages)
-        for number, (row, (token_ids, text, messages)) in enumerate(zip(rows, rendered, strict=True))
+        for number, (row, (token_ids, text, messages, _)) in enumerate(zip(rows, rendered, strict=True))
     ]
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+IMAGE = "\ufffcimage\ufffc"
+"""Stands for an image in the text of a message; chat templates get a part of type ``image`` in its place."""
 
 NO_MESSAGE = 'has a chat message that is not {"role": text, "content": text}'
 LIMIT_S = 20.0
@@ -42,10 +44,15 @@ class EndlessTemplate(Exception):
         )
 
 
-def read_message(message: Any) -> Message:
+def read_message(message: Any, images: list[Any] | None = None) -> Message:
     """Return a message of a row with its content as one text, without the fields that are None.
 
     The content of an assistant's tool call stays None.
+
+    Args:
+        message: Message of the row.
+        images: Receives what each part of type ``image`` holds, None if that is nothing; in the text :data:`IMAGE`
+            stands for it. Without it such parts are refused.
 
     Raises:
         UnusableRow: The message has no text.
@@ -57,7 +64,7 @@ def read_message(message: Any) -> Message:
     if "tool_calls" in filled and not (isinstance(calls, list) and all(map(_is_call, calls))):
         raise UnusableRow('has a tool call that is not {"function": {"name": text, "arguments": dict or JSON text}}')
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
-        return filled | {"content": "".join(map(_text_of, content))}
+        return filled | {"content": "".join(_text_of(part, images) for part in content)}
     if content is None and filled["role"] == "assistant" and calls:
         return filled | {"content": None}
     if not isinstance(content, str):
@@ -110,7 +117,7 @@ def apply_template(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBa
     import jinja2
 
     try:
-        return tokenizer.apply_chat_template(list(messages), **options)
+        return tokenizer.apply_chat_template([*map(_in_parts, messages)], **options)
     except (jinja2.TemplateError, *_FAULTS) as error:
         complaint = " ".join(str(error).split())[:300]
         if type(error) is jinja2.TemplateError:  # what a template's raise_exception raises
@@ -119,6 +126,17 @@ def apply_template(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBa
             f"makes the tokenizer's chat template fail ({type(error).__name__}: {complaint}); give messages that it "
             "takes, or mend the template"
         ) from error
+
+
+def _in_parts(message: Message) -> Message:
+    """Return a message whose content has images in parts, as chat templates expect them."""
+    content = message.get("content")
+    if not isinstance(content, str) or IMAGE not in content:
+        return message
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split(IMAGE)):
+        parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
+    return message | {"content": parts}
 
 
 def _in_accepted_form(
@@ -176,10 +194,16 @@ def _shows_calls(
         return True
 
 
-def _text_of(part: Message) -> str:
+def _text_of(part: Message, images: list[Any] | None) -> str:
     kind = part.get("type")
+    if kind == "image" and images is not None:
+        images.append(next((part[name] for name in ("image", "path", "bytes") if part.get(name) is not None), None))
+        if part.get("url") is not None:
+            raise UnusableRow("names an image by its URL, and nothing is downloaded; give a file or its bytes")
+        return IMAGE
     if kind != "text" and isinstance(kind, str):
-        raise UnusableRow(f"has a chat message with a part of type {kind!r}, and a prompt is text alone; take it out")
+        remedy = "set data.image_column, or take it out" if kind == "image" else "take it out"
+        raise UnusableRow(f"has a chat message with a part of type {kind!r}, and a prompt is text alone; {remedy}")
     if kind != "text" or not isinstance(part.get("text"), str):
         raise UnusableRow('has a part of a chat message that is not {"type": "text", "text": text}')
     return part["text"]

@@ -21,7 +21,7 @@ from lit_grpo.data.sources import FileRows, HubRows, PolicyFault, Row, RowSource
 from lit_grpo.data.writing import PromptWriter, check_rewriting, rewritten
 from lit_grpo.faults.differing_ranks import check_alike, check_rows, of_run
 from lit_grpo.limits import Count, Limit, checks_arguments
-from lit_grpo.policy.loading import as_loaded, load_tokenizer, longest_sequence
+from lit_grpo.policy.loading import as_loaded, load_tokenizer, load_vision, longest_sequence
 from lit_grpo.policy.named import TINY
 from lit_grpo.process.terminal import counted, listed, say, warn
 from lit_grpo.ranks import Ranks
@@ -82,6 +82,9 @@ class PromptDataModule(LightningDataModule):
             characters. By default they become control tokens, and a warning counts the rows. Earlier turns of the
             assistant are left as they are. Text from tools, environments and agents is always encoded as plain
             characters.
+        image_column: Column with a row's images, one or a list, for a policy that sees images (``model.vision``). An
+            image is a file, its bytes, an image of Pillow, or what ``datasets.Image`` gives. It stands before the first
+            user message, or in place of the parts ``{"type": "image"}`` of messages; these may hold images themselves.
         columns: New names of columns for reward functions: ``{answer: solution}`` passes the column ``solution`` as
             ``answer``. Prompts use the old names.
         max_prompt_tokens: Max tokens per prompt; a longer prompt is unusable, and prompts are never cut.
@@ -113,6 +116,7 @@ class PromptDataModule(LightningDataModule):
         continue_final_message: bool = False,
         cut_answers: bool = False,
         split_special_tokens: bool = False,
+        image_column: str | None = None,
         columns: dict[str, str] | None = None,
         max_prompt_tokens: int = 512,
         unusable_rows: Literal["refuse", "drop"] = "refuse",
@@ -140,6 +144,7 @@ class PromptDataModule(LightningDataModule):
             continue_final_message,
             split_special_tokens,
             cut_answers,
+            image_column,
         )
         self.prompts: dict[str, list[Prompt]] = {}
         self.rewritten: list[Prompt] = []  # of training prompts, the longest and the one with the largest token
@@ -203,6 +208,9 @@ class PromptDataModule(LightningDataModule):
         callbacks: list[Any] = [] if self.trainer is None else self.trainer.callbacks  # pyrefly: ignore[missing-attribute]
         found = [callback.conversing for callback in callbacks if isinstance(callback, Converses)]
         conversing = next((each for each in found if each is not None), None)
+        if self.renderer.image_column is not None and self.renderer.vision is None:
+            vision = load_vision(self.policy, self._tokenizer)
+            self.renderer = replace(self.renderer, vision=vision)
         if conversing is not None:
             if self.renderer.chat_template is False:
                 raise ValueError(
@@ -304,7 +312,7 @@ class PromptDataModule(LightningDataModule):
         for number, (place, row) in enumerate(_checked(source)):
             columns = _rename(row, self.columns, place)
             try:
-                token_ids, text, messages = self.renderer.render(row, self._tokenizer)
+                token_ids, text, messages, pictures = self.renderer.render(row, self._tokenizer)
             except UnusableRow as reason:
                 reasons[number] = str(reason)
             except EndlessTemplate as error:
@@ -313,9 +321,8 @@ class PromptDataModule(LightningDataModule):
                 if not self.renderer.split_special_tokens and (names := self.renderer.spelled(row, self._tokenizer)):
                     spelled[number] = names
                 dataset = self._dataset_of(row, place, split) if self._is_mixed else ""
-                prompts.append(
-                    Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages, dataset=dataset)
-                )
+                prompt = Prompt(f"{split}/{number}", token_ids, text, columns, messages=messages, dataset=dataset)
+                prompts.append(prompt if pictures is None else replace(prompt, pictures=pictures))
                 if split in SPLITS_OF_STAGE["fit"]:
                     self._rows[prompts[-1].prompt_id] = row
         self._report(f"data.{split}", source, len(prompts), reasons)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from lit_grpo.compatibility import Clash, check_clashes
-from lit_grpo.data.chat import Message, UnusableRow, read_message, render_chat
+from lit_grpo.data.chat import IMAGE, Message, UnusableRow, read_message, render_chat
 from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.mixture import DATASET
 from lit_grpo.data.parts import num_common
@@ -21,6 +21,9 @@ from lit_grpo.process.terminal import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lit_grpo.policy.vision import Vision
+    from lit_grpo.types import Pictures
 
 
 RESERVED_CHAT_KWARGS = {
@@ -101,6 +104,7 @@ class Rendered(NamedTuple):
     token_ids: tuple[int, ...]
     text: str
     messages: list[Message] | None
+    pictures: Pictures | None = None
 
 
 class Written(NamedTuple):
@@ -131,7 +135,8 @@ class PromptRenderer:
     template the text is tokenized as it is. The fields are those of :class:`lit_grpo.data.PromptDataModule`.
 
     Where something is ``conversing``, every prompt is a conversation, shows the tools of its row, and may be missing.
-    If more is said when a completion begins, its tokens are those that all ``alternatives`` begin with. With
+    If more is said when a completion begins, its tokens are those that all ``alternatives`` begin with. If there is
+    ``vision``, rows may have images, in ``image_column`` or in parts of their messages, and are conversations. With
     ``split_special_tokens`` a text that spells a control token stays a text (:mod:`lit_grpo.data.control`).
     """
 
@@ -144,7 +149,9 @@ class PromptRenderer:
     continue_final_message: bool = False
     split_special_tokens: bool = False
     cut_answers: bool = False
+    image_column: str | None = None
     conversing: Conversing | None = None
+    vision: Vision | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")
@@ -191,18 +198,28 @@ class PromptRenderer:
         In a conversation the question is the last user message. Texts of ``reword`` may be covered
         (:class:`lit_grpo.data.control.ControlTokens`). Raises what :meth:`render` does.
         """
-        prompt, messages = self._read(row), None
+        images = list[Any]()
+        prompt, messages = self._read(row, images), None
         if reword is not None:
             no_question = "has no user's turn to put a text in front of"
             is_text = isinstance(prompt, str)
             prompt = reword(prompt) if is_text else _with_last_question(prompt, reword, no_question)
         text, adds_special_tokens = self._written(prompt, row, tokenizer)
+        pictures: Pictures | None = None
         others: Sequence[tuple[list[Message], Mapping[str, Any]]] = ()
         if not adds_special_tokens:  # a conversation
             conversing = self._conversing_with(row)
             messages = None if isinstance(prompt, str) and conversing is None else self._conversation(prompt)
             others = () if conversing is None else conversing.alternatives(row, self._covered(prompt, tokenizer))
-        if others:
+        if images and others:
+            raise UnusableRow("has images, and an environment that adds to its conversation; leave one of the two out")
+        if images:
+            assert self.vision is not None
+            try:
+                token_ids, pictures = self.vision.read(text, images)
+            except ValueError as error:
+                raise UnusableRow(f"has images that cannot be used: {error}") from None
+        elif others:
             token_ids = _unchanging(text, others, tokenizer, self._options(row))
         else:
             token_ids = ControlTokens.of(tokenizer).encode(text, adds_special_tokens)
@@ -212,7 +229,7 @@ class PromptRenderer:
             raise UnusableRow("has a prompt that the tokenizer turns into no tokens")
         text = ControlTokens.of(tokenizer).uncover(text)
         check_known(token_ids, text, tokenizer)
-        return Rendered(tuple(token_ids), text, messages)
+        return Rendered(tuple(token_ids), text, messages, pictures)
 
     def written(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Written:
         return self._written(self._read(row), row, tokenizer)
@@ -276,8 +293,10 @@ class PromptRenderer:
             return messages or self.system_prompt is not None
         return self.chat_template
 
-    def _read(self, row: Row) -> Any:
+    def _read(self, row: Row, images: list[Any] | None = None) -> Any:
+        """Return the prompt of a row, a text or messages; ``images`` receives what the row gives for each image."""
         adds = self.adds(row)
+        in_parts: list[Any] | None = None if self.vision is None else []
         if adds and self.template is None and row.get(self.prompt_column) is None:
             return ""
         prompt = column_of(row, self.prompt_column) if self.template is None else _fill_template(self.template, row)
@@ -287,8 +306,12 @@ class PromptRenderer:
             kind = type(prompt).__name__
             raise UnusableRow(f"has a prompt of type {kind}, neither text nor a list of chat messages")
         else:
-            prompt = [*map(read_message, prompt)]
+            prompt = [read_message(message, in_parts) for message in prompt]
             texts = [message["content"] or "" for message in prompt]
+        if in_parts is not None:
+            prompt, found = self._with_images(prompt, row, in_parts)
+            if images is not None:
+                images += found
         if not adds and not any(text.strip() for text in texts):
             raise UnusableRow("has an empty prompt")
         if found := re.search("[\ud800-\udfff]", json.dumps(prompt, ensure_ascii=False, default=str)):
@@ -297,6 +320,37 @@ class PromptRenderer:
                 "it"
             )
         return prompt
+
+    def _with_images(self, prompt: Any, row: Row, in_parts: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Return a prompt with a place for each image of its row, and these.
+
+        Images of the column go to the parts of messages that hold none, in order; without such parts, before the first
+        user message.
+        """
+        given = row.get(self.image_column or "")
+        in_column = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+        if not in_column and not in_parts:
+            return prompt, []
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        empty = sum(each is None for each in in_parts)
+        if in_column and not empty:
+            place = next((place for place, message in enumerate(prompt) if message["role"] == "user"), None)
+            if place is None:
+                raise UnusableRow(f"has images in column {self.image_column!r} and no user message to show them in")
+            shown = {**prompt[place], "content": IMAGE * len(in_column) + (prompt[place]["content"] or "")}
+            prompt = [*prompt[:place], shown, *prompt[place + 1 :]]
+            images = [*in_column, *in_parts]
+            if in_parts:
+                raise UnusableRow(f"has images in its messages and others in column {self.image_column!r}; keep one")
+        elif len(in_column) != empty:
+            raise UnusableRow(
+                f"has {len(in_column)} images in column {self.image_column!r}, and places for {empty} in its messages"
+            )
+        else:
+            rest = iter(in_column)
+            images = [next(rest) if each is None else each for each in in_parts]
+        return prompt, images
 
     def _conversation(self, prompt: str | list[Message]) -> list[Message]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -29,6 +29,7 @@ from lit_grpo.policy.nf4 import check_quantized, keep_as_it_is, nf4_config
 from lit_grpo.policy.saved import check_layers, check_settings, compare_with_files
 from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.tokenizers import read_tokenizer
+from lit_grpo.policy.vision import Vision
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.process.inputs import kind_of, read_json, typed
 from lit_grpo.process.packages import require
@@ -231,8 +232,30 @@ def _with_end(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokeni
     return tokenizer
 
 
+def load_vision(policy: str | LoadedPolicy, tokenizer: PreTrainedTokenizerBase) -> Vision:
+    """Return what reads images for a policy, from its configuration and the settings of its image processor.
+
+    Raises:
+        ValueError: The policy has no vision tower, one that is not supported, or no such settings.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    if not isinstance(policy, str):
+        return Vision(policy[0], tokenizer, str(policy[0].name_or_path))
+    adapter = adapter_folder(policy)
+    name = policy if adapter is None else adapter.base
+    config = load_config(name)
+    if type(config) not in AutoModelForImageTextToText._model_mapping:
+        raise ValueError(f"Policy {policy!r} is of the kind {config.model_type}, which sees no images; take another.")
+    return Vision(bare_model(config, vision=True), tokenizer, resolve_policy(name))
+
+
 def load_policy(
-    policy: str | LoadedPolicy, dtype: str = "float32", nf4: bool = False, outline: bool = False
+    policy: str | LoadedPolicy,
+    dtype: str = "float32",
+    nf4: bool = False,
+    outline: bool = False,
+    vision: bool = False,
 ) -> PreTrainedModel:
     """Load the causal language model of a policy, from safetensors only, and switch its dropout off.
 
@@ -241,6 +264,7 @@ def load_policy(
         dtype: The dtype of the weights.
         nf4: Keep the linear layers, except the head, in four bits; they cannot be trained then.
         outline: Leave the weights on the device ``meta``, for ranks that get them from another rank.
+        vision: Load the vision tower too.
 
     Raises:
         ValueError: There is no such model, it is no causal language model with safetensors, its files are damaged or
@@ -258,7 +282,7 @@ def load_policy(
         attend_in_full(policy[0])
         return policy[0]
     adapter = adapter_folder(policy)
-    model = _load_model(policy if adapter is None else adapter.base, dtype, nf4, outline)
+    model = _load_model(policy if adapter is None else adapter.base, dtype, nf4, outline, vision)
     if adapter is not None:
         _load_adapter(model, adapter, outline)
     context_length(model)
@@ -270,14 +294,15 @@ def load_policy(
     return model
 
 
-def _load_model(policy: str, dtype: str, nf4: bool, outline: bool) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+def _load_model(policy: str, dtype: str, nf4: bool, outline: bool, vision: bool) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    kind: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     with _reading(policy, "model") as files:
         weight_options = files.weight_options(dtype, nf4)
         config = _config_of(files)
         config._attn_implementation = None  # ignore the file's choice: transformers takes sdpa, else eager
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             files.place,
             config=config,
             dtype=dtype,

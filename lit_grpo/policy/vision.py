@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,7 +32,7 @@ class Vision:
     The family's own processor expands placeholders. A video processor, which needs torchvision, is never loaded.
 
     Args:
-        model: The policy; its family and, for M-RoPE, its positions are taken from it.
+        model: The policy or an outline of it; for M-RoPE its positions are taken from it.
         tokenizer: The policy's tokenizer.
         place: Folder or hub id with the settings of its image processor.
 
@@ -69,12 +71,13 @@ class Vision:
         self._processor = type(processor_class.__name__, (processor_class,), unchecked)(**parts)
         self.placeholder = int(model.config.image_token_id)
 
-    def read(self, text: str, images: Sequence[bytes]) -> tuple[tuple[int, ...], Pictures]:
+    def read(self, text: str, given: Sequence[Any]) -> tuple[list[int], Pictures]:
         """Return the token ids of a text with its placeholders expanded, and its images.
 
         Raises:
             ValueError: The text has not as many placeholders as there are images, or an image cannot be used.
         """
+        images = [read_image(each, f"number {number}") for number, each in enumerate(given)]
         opened = [open_image(image) for image in images]
         try:
             inputs = self._processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt")
@@ -89,7 +92,7 @@ class Vision:
             grids = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids") if name in inputs}
             found, shifts = cast(Any, self._inner).get_rope_index(ids_1P, **grids)
             positions_3P, shift = found[:, 0], -int(shifts)
-        return tuple(ids_1P[0].tolist()), Pictures(tuple(images), digest.digest(), num_tokens, positions_3P, shift)
+        return ids_1P[0].tolist(), Pictures(tuple(images), digest.digest(), num_tokens, positions_3P, shift)
 
     def pixels(self, pictures: Pictures) -> dict[str, torch.Tensor]:
         """Return the arguments of the tower for the images of a prompt, on the host."""
@@ -113,9 +116,11 @@ def vision_of(model: torch.nn.Module) -> Vision:
     return vars(model)[_VISION]
 
 
-def give_vision(model: PreTrainedModel, vision: Vision) -> None:
-    """Let a policy see images; it never samples their placeholders."""
+def give_vision(model: PreTrainedModel, vision: Vision, trained: bool = False) -> None:
+    """Let a policy see images; it never samples their placeholders. Its tower is frozen unless ``trained``."""
     object.__setattr__(model, _VISION, vision)
+    for weight in tower_parameters(model):
+        weight.requires_grad_(trained)
     config: Any = model.config
     ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
     never_sample(model, [token for token in ids if token is not None])
@@ -179,6 +184,35 @@ def _joined(outputs: Sequence[Any]) -> Any:
 
 
 _MOST_PIXELS = 2**26
+
+
+def read_image(image: Any, what: str) -> bytes:
+    """Return the file of an image that a row gives: a path, bytes, an image of Pillow, or a dict of one of these.
+
+    Raises:
+        ValueError: It is none of these, or no image; see :func:`open_image`. ``what`` names it there.
+    """
+    if isinstance(image, dict):  # of datasets.Image(decode=False)
+        image = image["bytes"] if image.get("bytes") is not None else image.get("path")
+    if isinstance(image, str | Path):
+        if re.match(r"\w+://", str(image)):
+            raise ValueError(f"{what} is the URL {str(image)[:80]!r}, and nothing is downloaded; give a file or bytes")
+        try:
+            image = Path(image).expanduser().read_bytes()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{what}, the file {str(image)[:200]!r}, cannot be read ({first_line(error)})") from None
+    elif hasattr(image, "save") and hasattr(image, "mode"):
+        stream = io.BytesIO()
+        image.convert("RGB").save(stream, "PNG")
+        image = stream.getvalue()
+    if not isinstance(image, bytes):
+        kind = type(image).__name__
+        raise ValueError(f"{what} is of type {kind} and no image; give a path, bytes or an image of Pillow")
+    try:
+        open_image(image)
+    except ValueError as error:
+        raise ValueError(f"{what} cannot be decoded ({error})") from None
+    return image
 
 
 def open_image(data: bytes) -> Any:

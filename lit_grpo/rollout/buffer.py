@@ -335,11 +335,12 @@ class RolloutBuffer:
                 self.ledger.ask(_request(group.prompt, each), away=each["path"] in saved["away"])
 
     def give_columns(self, prompts: Iterable[Prompt]) -> None:
-        """Give the groups of a checkpoint the columns of their rows, which are those of ``prompts`` by their ids."""
+        """Give the groups of a checkpoint the columns and images of their rows, which ``prompts`` have by their ids."""
         rows = {prompt.prompt_id: prompt for prompt in prompts} if self._groups else {}
         for group in self._groups.values():
             if group.prompt.prompt_id in rows:
                 group.prompt.columns.update(rows[group.prompt.prompt_id].own_columns())
+                vars(group.prompt)["pictures"] = rows[group.prompt.prompt_id].pictures
 
 
 def group_requests(
@@ -371,7 +372,8 @@ def _close(group: _Open) -> RolloutGroup:
 def _group_state(group: _Open, unfinished: Collection[Entry]) -> dict[str, Any]:
     """As plain values; what has not been scored yet is whole again when it is loaded.
 
-    Columns that no checkpoint can hold, such as times, are left out: :meth:`RolloutBuffer.give_columns` brings them.
+    Images and columns that no checkpoint can hold, such as times, are left out: :meth:`RolloutBuffer.give_columns`
+    brings them.
     So is what a reward gave to ``log_extra`` that no checkpoint can hold.
     """
     if group.due is not None and group.due.rollouts and not any(rollout.rewards for rollout in group.due.rollouts):
@@ -379,7 +381,8 @@ def _group_state(group: _Open, unfinished: Collection[Entry]) -> dict[str, Any]:
         group = replace(group, due=None, completions=group.completions | ended)
     columns = {name: value for name, value in group.prompt.columns.items() if find_foreign({name: value}) is None}
     return {
-        "prompt": vars(group.prompt) | {"token_ids": list(group.prompt.token_ids), "columns": columns},
+        "prompt": vars(group.prompt)
+        | {"token_ids": list(group.prompt.token_ids), "columns": columns, "pictures": None},
         "unfinished": [_request_state(entry.request) for entry in unfinished],
         "away": sorted(list(entry.request.path) for entry in unfinished if entry.state == "awaiting_env"),
         "completions": [_completion_state(completion) for completion in group.completions.values()],

@@ -39,15 +39,16 @@ def ranges() -> Ranges:
     )
 
 
-def bare_model(config: PreTrainedConfig) -> Any:
-    """Return the causal language model of a configuration, on the device ``meta``.
+def bare_model(config: PreTrainedConfig, vision: bool = False) -> Any:
+    """Return the causal language model of a configuration, with ``vision`` that with a tower, on the device ``meta``.
 
     Raises:
         ValueError: The configuration is of no causal language model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     own = copy.deepcopy(config)
     own._attn_implementation = None  # the file's choice may not be installed here
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(own, trust_remote_code=False)
+        kind: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        return kind.from_config(own, trust_remote_code=False)

@@ -299,7 +299,7 @@ def _positions(positions_T: torch.Tensor, seen: Sequence[tuple[int, int, RowPart
     for begin, end, part, pictures in turned:
         positions_3T[:, begin:end] -= pictures.shift
         if part.before is None and pictures.positions_3P is not None:
-            positions_3T[:, begin : begin + len(part.prompt_ids)] = pictures.positions_3P
+            positions_3T[:, begin : begin + pictures.positions_3P.shape[1]] = pictures.positions_3P
     return positions_3T[:, None]
 
 
