@@ -25,16 +25,20 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lit_grpo.checkpoints.form import place_of
-from lit_grpo.compatibility import SHARDS, Requirement, check_together
+from lit_grpo.compatibility import SHARDS, Clash, Requirement, check_clashes, check_together
 from lit_grpo.limits import Completions, check_value
+from lit_grpo.policy.vision import sees
 from lit_grpo.process.terminal import first_line
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies
 from lit_grpo.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from lit_grpo.policy.adapters import LoraSettings
     from lit_grpo.rewards.function import RewardFunction
+    from lit_grpo.rollout.generator import Generator
     from lit_grpo.update.learner_settings import LearnerSettings
 
 _AVERAGES = (
@@ -455,6 +459,28 @@ def check_token_ids(prompts: Mapping[str, Sequence[Prompt]], num_embeddings: int
                     f"Prompt {prompt.prompt_id!r} has the token {largest}, but the policy has embeddings for "
                     f"{num_embeddings} alone: its tokenizer is another model's; put the policy's own beside it."
                 )
+
+
+def check_images(
+    prompts: Mapping[str, Sequence[Prompt]],
+    policy: PreTrainedModel,
+    generator: Generator,
+    has_teacher: bool,
+    settings: LearnerSettings,
+) -> None:
+    """Refuse prompts with images where a part of the run cannot see them."""
+    shown = next((each for rows in prompts.values() for each in rows if each.pictures is not None), None)
+    if shown is None:
+        return
+    needs, decoder = f"prompt {shown.prompt_id!r} has images", type(generator).__name__
+    check_clashes(
+        [
+            Clash(needs, "model.vision is none", not sees(policy), "set model.vision to frozen or trained"),
+            Clash(needs, f"{decoder} decodes texts alone", "images" not in generator.abilities, "use SlotGenerator"),
+            Clash(needs, "model.teacher is shown texts alone", has_teacher),
+            Clash(needs, "model.sequence_parallel_size divides texts alone", settings.sequence_parallel_size > 1),
+        ]
+    )
 
 
 def check_micro_batch(

@@ -21,6 +21,7 @@ from lit_grpo.checks import (
     check_epoch,
     check_format,
     check_generations,
+    check_images,
     check_micro_batch,
     check_monitors,
     check_prompt_lengths,
@@ -403,13 +404,13 @@ class GRPOModule(EvaluationModule):
         nf4 = self.lora is not None and self.lora.base == "nf4"
         sees = self.vision != "none"
         self.policy = load_policy(self.policy_name, self.policy_dtype, nf4, outline, sees).train()
-        if sees:
-            give_vision(self.policy, load_vision(self.policy_name, self.tokenizer), self.vision == "trained")
         self._continues = has_adapters(self.policy)
         self.strict_loading = self.lora is None and not self._continues  # else a checkpoint has adapters alone
         if not outline:
             check_policy(self.policy)
             self._base = None if self.strict_loading else fingerprint(self.policy, self.policy_name)
+        if sees:
+            give_vision(self.policy, load_vision(self.policy_name, self.tokenizer), self.vision == "trained")
         if self._continues:
             go_on_with(self.policy, self.lora)
         elif self.lora is not None:
@@ -456,6 +457,7 @@ class GRPOModule(EvaluationModule):
             warn_of_doubts({split: rows for split, rows in prompts.items() if split not in self._doubted}, self.rewards)
         self._doubted |= prompts.keys()
         check_token_ids(prompts, len(embeddings(self.policy)[0]))
+        check_images(prompts, self.policy, self.generator, self.teacher is not None, self.settings)
         context = context_length(self.policy)
         longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None
         self.spec = replace(self.spec, longest_row=longest_row)

@@ -22,7 +22,6 @@ from lit_grpo.process.terminal import listed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lit_grpo.policy.vision import Vision
     from lit_grpo.types import Pictures
 
 
@@ -151,7 +150,7 @@ class PromptRenderer:
     cut_answers: bool = False
     image_column: str | None = None
     conversing: Conversing | None = None
-    vision: Vision | None = None
+    vision: Any = None  # a lit_grpo.policy.vision.Vision
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")
@@ -211,8 +210,8 @@ class PromptRenderer:
             conversing = self._conversing_with(row)
             messages = None if isinstance(prompt, str) and conversing is None else self._conversation(prompt)
             others = () if conversing is None else conversing.alternatives(row, self._covered(prompt, tokenizer))
-        if images and others:
-            raise UnusableRow("has images, and an environment that adds to its conversation; leave one of the two out")
+        if images and self._conversing_with(row) is not None:
+            raise UnusableRow("has images, which tools and environments cannot go on from; leave one of the two out")
         if images:
             assert self.vision is not None
             try:
@@ -242,7 +241,9 @@ class PromptRenderer:
 
     def conversation(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message] | None, dict[str, Any]]:
         """Return a row's conversation (None if its prompt is a text), and the variables of the chat template."""
-        prompt = self._read(row)
+        prompt = self._read(row, images := [])
+        if images:
+            raise UnusableRow("has images, which examples with answers cannot have")
         if not self._renders_as_chat(prompt, row):
             return None, {}
         return self._covered(prompt, tokenizer), self._options(row)

@@ -75,6 +75,8 @@ class PromptWriter:
         if not text:
             return prompt
         with _told_as_value_errors():
+            if prompt.pictures is not None:
+                raise UnusableRow("has images, after which no beginning of an answer can be put")
             self._tokens(text)  # checks it
             asked = self._renderer.written(self._rows[prompt.prompt_id], self._tokenizer)
             tokens = PartTokens(self._tokenizer, asked.text, text, add_special_tokens=asked.adds_special_tokens)
@@ -109,7 +111,7 @@ class PromptWriter:
                 self._tokenizer,
                 lambda question: template.format(prompt=question, **covered),
             )
-        return replace(prompt, token_ids=rendered.token_ids, text=rendered.text, messages=None)
+        return replace(prompt, **rendered._replace(messages=None)._asdict())
 
     def decoded(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

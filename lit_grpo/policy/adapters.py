@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Limit, Positive, check_fields
+from lit_grpo.policy.vision import frozen_layers
 from lit_grpo.policy.weights import active_adapters, adapted_parameter, is_adapter, lora_layers
 from lit_grpo.process.packages import require
 from lit_grpo.ranks import Ranks
@@ -69,7 +70,7 @@ def add_adapters(policy: PreTrainedModel, settings: LoraSettings) -> None:
 
     passed_over = _passed_over(policy)
     targets, parameters = _found(policy, _wanted(policy, settings), passed_over)
-    odd = [*_odd_linears(policy), *passed_over]
+    odd = [*_odd_linears(policy), *passed_over, *frozen_layers(policy)]
     if targets == "all-linear" and (forbidden := _forbidden(policy)):
         odd += forbidden
         names = " and ".join(sorted({name.rpartition(".")[2] for name in forbidden}))
@@ -342,7 +343,7 @@ def _check_same(policy: PreTrainedModel, config: LoraConfig, settings: LoraSetti
         for name, module in policy.named_modules()
         if isinstance(module, torch.nn.Linear) and ".lora_" not in name
     } - {name for name, module in policy.named_modules() if module is policy.get_output_embeddings()}
-    linear -= {*_odd_linears(policy), *_passed_over(policy), *_forbidden(policy)}
+    linear -= {*_odd_linears(policy), *_passed_over(policy), *_forbidden(policy), *frozen_layers(policy)}
     wanted = _wanted(policy, settings)
     if wanted == "all-linear":
         same = linear <= there

@@ -68,7 +68,10 @@ class Vision:
         parts: dict[str, Any] = {"image_processor": images, "tokenizer": tokenizer}
         parts |= {name: None for name in processor_class.get_attributes() if name not in parts}
         unchecked = {"check_argument_for_proper_class": lambda *_: None}
-        self._processor = type(processor_class.__name__, (processor_class,), unchecked)(**parts)
+        try:
+            self._processor = type(processor_class.__name__, (processor_class,), unchecked)(**parts)
+        except ImportError as error:
+            raise ValueError(f"{processor_class.__name__} cannot be used: {first_line(error)}") from error
         self.placeholder = int(model.config.image_token_id)
 
     def read(self, text: str, given: Sequence[Any]) -> tuple[list[int], Pictures]:
@@ -132,6 +135,15 @@ def tower_parameters(model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
     for child in inner.children():
         if child is not decoder:
             yield from child.parameters()
+
+
+def frozen_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers of a vision tower that is not trained; none of a policy of texts."""
+    if not sees(model):
+        return []
+    frozen = {id(weight) for weight in tower_parameters(model) if not weight.requires_grad}
+    layers = ((name, each) for name, each in model.named_modules() if isinstance(each, torch.nn.Linear))
+    return [name for name, layer in layers if id(layer.weight) in frozen]
 
 
 def image_features(model: PreTrainedModel, pictures: Sequence[Pictures]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class SlotGenerator(Versioned):
             prediction, as Qwen3.5 has one, which needs a number of ``drafts``.
     """
 
-    abilities: frozenset[str] = frozenset({"entropies", "hidden_states"})
+    abilities: frozenset[str] = frozenset({"entropies", "hidden_states", "images"})
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from lit_grpo.compatibility import SHARDS, Clash, Requirement, check_clashes, ch
 from lit_grpo.policy.architecture.decoder import logit_map
 from lit_grpo.policy.loading import LoadedPolicy, load_policy
 from lit_grpo.policy.sharding import is_sharded
+from lit_grpo.policy.vision import give_vision, sees, vision_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,5 +172,7 @@ def make_reference(
         return AdapterFreeReference(policy)
     if began == "adapter":
         return InitialAdapterReference(policy)
-    model = load_policy(source, dtype) if isinstance(source, str) else copy.deepcopy(policy)
+    model = load_policy(source, dtype, vision=sees(policy)) if isinstance(source, str) else copy.deepcopy(policy)
+    if sees(policy):
+        give_vision(model, vision_of(policy))
     return Reference(model, device, settings)
