@@ -14,7 +14,8 @@ import torch
 
 from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.decoder import decoder_of, inner_model, never_sample
-from lit_grpo.policy.hub import hub_or_cache
+from lit_grpo.policy.hub import hub_or_cache, stored_file
+from lit_grpo.process.inputs import read_json, typed
 from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
 from lit_grpo.types import Pictures
@@ -52,9 +53,11 @@ class Vision:
                 f"The image tokens of {type(model).__name__} see one another in both directions, which is not "
                 "supported; take another policy, such as Qwen3-VL, or train on texts alone."
             )
-        processor_class: Any = processing_auto.processor_class_from_name(
-            processing_auto.PROCESSOR_MAPPING_NAMES.get(kind) or ""
-        )
+        name = processing_auto.PROCESSOR_MAPPING_NAMES.get(kind)
+        try:
+            processor_class: Any = None if name is None else processing_auto.processor_class_from_name(name)
+        except ImportError as error:
+            raise ValueError(f"{name} cannot be used ({first_line(error)}); run pip install torchvision.") from error
         if processor_class is None:
             raise ValueError(f"transformers has no processor for {kind}, so its prompts cannot have images.")
         with hub_or_cache(place):
@@ -65,12 +68,15 @@ class Vision:
                     f"The image processor of policy {place!r} cannot be loaded ({first_line(error)}); add its "
                     "preprocessor_config.json to the policy's files."
                 ) from error
+            path = stored_file(place, "processor_config.json")
         parts: dict[str, Any] = {"image_processor": images, "tokenizer": tokenizer}
-        parts |= {name: None for name in processor_class.get_attributes() if name not in parts}
-        unchecked = {"check_argument_for_proper_class": lambda *_: None}
+        parts = {name: parts.get(name) for name in processor_class.get_attributes()}
+        fields = {} if path is None else typed(read_json(Path(path)), dict[str, Any], str(path), "save it again")
+        fields = {name: value for name, value in fields.items() if name != "audio_tokenizer"}
+        unchecked = type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": _any})
         try:
-            self._processor = type(processor_class.__name__, (processor_class,), unchecked)(**parts)
-        except ImportError as error:
+            self._processor: Any = cast(Any, unchecked).from_args_and_dict(list(parts.values()), fields)
+        except (ImportError, TypeError, ValueError) as error:
             raise ValueError(f"{processor_class.__name__} cannot be used: {first_line(error)}") from error
         self.placeholder = int(model.config.image_token_id)
 
@@ -108,6 +114,10 @@ class Vision:
         """Leave out what is of the text."""
         own = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_position_ids")
         return {name: inputs[name] for name in own if name in inputs}
+
+
+def _any(*_: object) -> None:
+    """Take each part of a processor, also none for videos."""
 
 
 def sees(model: torch.nn.Module) -> bool:

@@ -1,0 +1,185 @@
+"""Policies with a vision tower, small and at random, and their plain forward over a prompt with images."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from lit_grpo.policy.loading import load_tokenizer, load_vision
+from lit_grpo.policy.vision import Vision, give_vision, open_image
+from lit_grpo.types import Prompt
+
+PLACEHOLDER = 300
+"""The token of an image; families whose texts mark one otherwise have that in ``marks``."""
+_ADDED = {300: "<|image_pad|>", 301: "<|video_pad|>", 302: "<|vision_start|>", 303: "<|vision_end|>"}
+_ADDED |= {304: "<fake_token_around_image>", 305: "<end_of_utterance>", 306: "<global-img>", 307: "<image>"}
+_ADDED |= {308: "<|im_start|>", 309: "<|im_end|>"}
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}MARK{% else %}{{ c['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+    "eos_token_id": 309,
+    "bos_token_id": None,
+}
+_QWEN_VISION = {"depth": 2, "hidden_size": 32, "num_heads": 4, "out_hidden_size": 64, "patch_size": 8}
+_QWEN_VISION |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "intermediate_size": 48, "initializer_range": 0.2}
+_QWEN_TOKENS = {"video_token_id": 301, "vision_start_token_id": 302, "vision_end_token_id": 303}
+_SIGLIP = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def _rope(section: list[int], **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section, **more}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's small model is made.
+
+    Args:
+        text: What its decoder has besides the common sizes.
+        vision: Sizes of its tower.
+        processor: Sizes of its image processor, ``preprocessor_config.json``.
+        mark: An image in a text.
+        more: Further fields of its configuration.
+    """
+
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    processor: dict[str, Any]
+    mark: str = "<|vision_start|><|image_pad|><|vision_end|>"
+    more: dict[str, Any] | None = None
+
+
+_QWEN_PROCESSOR = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8, "merge_size": 2}
+_QWEN_PROCESSOR |= {"temporal_patch_size": 2, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+_IDEFICS = {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 64}}
+_IDEFICS |= {"max_image_size": {"longest_edge": 32}, "do_image_splitting": True}
+FAMILIES = {
+    "qwen2_5_vl": Family(
+        {"rope_parameters": _rope([2, 3, 3])},
+        {**_QWEN_VISION, "fullatt_block_indexes": [1], "window_size": 32},
+        _QWEN_PROCESSOR,
+        more=_QWEN_TOKENS,
+    ),
+    "qwen3_vl": Family(
+        {"head_dim": 16, "rope_parameters": _rope([2, 3, 3], mrope_interleaved=True)},
+        {**_QWEN_VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        _QWEN_PROCESSOR,
+        more=_QWEN_TOKENS,
+    ),
+    "qwen3_5": Family(
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "rope_parameters": _rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
+        },
+        {**_QWEN_VISION, "num_position_embeddings": 64},
+        _QWEN_PROCESSOR,
+        more=_QWEN_TOKENS,
+    ),
+    "idefics3": Family(
+        {"model_type": "llama"},
+        {**_SIGLIP, "image_size": 32, "patch_size": 8, "initializer_range": 0.2},
+        _IDEFICS,
+        mark="<image>",
+        more={"scale_factor": 2, "image_token_id": 307, "pad_token_id": 0},
+    ),
+}
+
+
+def make_policy(name: str, folder: Path) -> str:
+    """Save the small policy of a family with all that a policy's folder has; return the folder."""
+    family = FAMILIES[name]
+    more = {"image_token_id": PLACEHOLDER, "tie_word_embeddings": False, **(family.more or {})}
+    config = AutoConfig.for_model(name, text_config=_TEXT | family.text, vision_config=family.vision, **more)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = AutoModelForImageTextToText.from_config(config)
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                torch.nn.init.normal_(weight, 0, 0.2)
+    model.generation_config.eos_token_id = 309
+    model.save_pretrained(folder)
+    alphabet = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    added = [AddedToken(_ADDED.get(number, f"<{number}>"), special=True) for number in range(256, 310)]
+    tokenizer.add_special_tokens(added)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<256>")
+    fast.chat_template = _TEMPLATE.replace("MARK", family.mark)
+    fast.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(family.processor))
+    if name == "idefics3":  # tokens of an image of 32 x 32 pixels
+        (folder / "processor_config.json").write_text('{"image_seq_len": 4}')
+    return str(folder)
+
+
+def load(folder: str, trained: bool = True) -> tuple[Any, Any, Vision]:
+    """Return the model, which sees images, its tokenizer and its vision."""
+    tokenizer = load_tokenizer(folder)
+    model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    vision = load_vision(folder, tokenizer)
+    give_vision(model, vision, trained)
+    return model, tokenizer, vision
+
+
+def png(width: int, height: int, seed: int) -> bytes:
+    """Return the file of an image of noise."""
+    from PIL import Image
+
+    stream = io.BytesIO()
+    pixels_HWC = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels_HWC).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def read(vision: Vision, tokenizer: Any, name: str, text: str, images: Sequence[bytes]) -> Prompt:
+    """Return a prompt of a text in which ``#`` stands for each image."""
+    shown = text.replace("#", FAMILIES[name].mark)
+    if not images:
+        return Prompt(text, tuple(tokenizer(shown)["input_ids"]), shown)
+    token_ids, pictures = vision.read(shown, images)
+    return Prompt(f"{text} {hash(tuple(images))}", tuple(token_ids), shown, pictures=pictures)
+
+
+def plain_logits(model: Any, vision: Vision, prompt: Prompt, token_ids_T: torch.Tensor) -> torch.Tensor:
+    """Return the logits (T, V) of a completion, by the model's own forward over what its processor gives."""
+    if prompt.pictures is None:
+        inputs: dict[str, Any] = {"input_ids": torch.tensor([[*prompt.token_ids, *token_ids_T.tolist()]])}
+    else:
+        opened = [open_image(image) for image in prompt.pictures.images]
+        inputs = dict(vision._processor(text=[prompt.text], images=[opened], return_tensors="pt"))
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], token_ids_T[None]], 1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if "mm_token_type_ids" in inputs:
+            kinds_1P = inputs["mm_token_type_ids"]
+            inputs["mm_token_type_ids"] = torch.cat([kinds_1P, torch.zeros_like(token_ids_T)[None]], 1)
+    logits_TV = model(**inputs).logits[0, len(prompt.token_ids) - 1 : -1].clone()
+    named = (getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video"))
+    logits_TV[:, [token for token in named if token is not None]] = -torch.inf
+    return logits_TV
