@@ -61,6 +61,8 @@ class Family:
         processor: Sizes of its image processor, ``preprocessor_config.json``.
         mark: An image in a text.
         more: Further fields of its configuration.
+
+    A family whose image processor needs torchvision has none here: see :class:`ByHand`.
     """
 
     text: dict[str, Any]
@@ -108,7 +110,51 @@ FAMILIES = {
         mark="<image>",
         more={"scale_factor": 2, "image_token_id": 307, "pad_token_id": 0},
     ),
+    "lfm2_vl": Family(
+        {"model_type": "lfm2", "num_hidden_layers": 4, "block_auto_adjust_ff_dim": False}
+        | {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+        {**_SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 16, "patch_size": 8},
+        {},
+        mark="<|image_pad|>",
+        more={"downsample_factor": 2, "projector_hidden_size": 64},
+    ),
+    "gemma4": Family(
+        {"head_dim": 16, "global_head_dim": 16, "num_hidden_layers": 3, "hidden_size_per_layer_input": 8}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 16}
+        | {"vocab_size_per_layer_input": 320, "num_kv_shared_layers": 0},
+        {**_SIGLIP, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 8}
+        | {"pooling_kernel_size": 2, "position_embedding_size": 64},
+        {},
+        mark="<|image_pad|>",
+        more={"audio_config": None, "video_token_id": 301},
+    ),
 }
+_OF_PATCHES = {
+    "lfm2_vl": lambda number: {
+        "pixel_attention_mask": torch.ones(number, 16, dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[4, 4]] * number),
+    },
+    "gemma4": lambda number: {
+        "image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).repeat(number, 1, 1)
+    },
+}
+
+
+class ByHand:
+    """Does what the processor of a family would, whose module needs torchvision: 16 patches and 4 tokens an image."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        self.name, self.tokenizer, self.image_processor = name, tokenizer, self.pixels
+
+    def pixels(self, images: Sequence[Any], **_: Any) -> dict[str, torch.Tensor]:
+        patches = [np.asarray(image.resize((32, 32)), np.float32).reshape(4, 8, 4, 8, 3) for image in images]
+        values = torch.tensor(np.stack([each.transpose(0, 2, 1, 3, 4).reshape(16, 192) for each in patches])) / 255
+        return {"pixel_values": values, **_OF_PATCHES[self.name](len(images))}
+
+    def __call__(self, text: Sequence[str], images: Any, **_: Any) -> dict[str, torch.Tensor]:
+        flat = images[0] if isinstance(images[0], list) else images
+        shown = text[0].replace("<|image_pad|>", "<|image_pad|>" * 4)
+        return {"input_ids": torch.tensor([self.tokenizer(shown)["input_ids"]]), **self.pixels(flat)}
 
 
 def make_policy(name: str, folder: Path) -> str:
@@ -143,7 +189,12 @@ def load(folder: str, trained: bool = True) -> tuple[Any, Any, Vision]:
     """Return the model, which sees images, its tokenizer and its vision."""
     tokenizer = load_tokenizer(folder)
     model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    vision = load_vision(folder, tokenizer)
+    name = model.config.model_type
+    if name in _OF_PATCHES:
+        vision = Vision.__new__(Vision)
+        vision._inner, vision._processor, vision.placeholder = model.model, ByHand(name, tokenizer), PLACEHOLDER
+    else:
+        vision = load_vision(folder, tokenizer)
     give_vision(model, vision, trained)
     return model, tokenizer, vision
 

@@ -134,9 +134,9 @@ def give_vision(model: PreTrainedModel, vision: Vision, trained: bool = False) -
     object.__setattr__(model, _VISION, vision)
     for weight in tower_parameters(model):
         weight.requires_grad_(trained)
-    config: Any = model.config
-    ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
-    never_sample(model, [token for token in ids if token is not None])
+    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    num_tokens = len(cast(Any, model.get_output_embeddings()).weight)
+    never_sample(model, [token for token in ids if token is not None and token < num_tokens])
 
 
 def tower_parameters(model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
