@@ -76,7 +76,7 @@ def make_tokenizer(
     """Make a tokenizer with a token for each of ``characters`` and of ``pieces``, by default the calculator's."""
     tokens = [PAD, EOS, UNKNOWN, *characters, *pieces]
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN))
-    written = "|".join(re.sub(r"([{}().])", r"\\\1", piece) for piece in pieces)
+    written = "|".join(re.sub(r"([{}().?])", r"\\\1", piece) for piece in pieces)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{written}|[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     made: Any = PreTrainedTokenizerFast(

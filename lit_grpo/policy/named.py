@@ -26,7 +26,7 @@ class NamedPolicy:
 
 
 TINY, TINY_HYBRID, TINY_KNIGHTS, SMOLLM2 = "tiny", "tiny_hybrid", "tiny_knights", "smollm2"
-TINY_CALCULATOR, TINY_CATCH = "tiny_calculator", "tiny_catch"
+TINY_CALCULATOR, TINY_CATCH, TINY_SHAPES = "tiny_calculator", "tiny_catch", "tiny_shapes"
 _WITH_THE_PACKAGE = "install lit_grpo again"
 NAMED = {
     TINY: NamedPolicy(Path(__file__).parent / TINY, _WITH_THE_PACKAGE),
@@ -34,6 +34,7 @@ NAMED = {
     TINY_KNIGHTS: NamedPolicy(Path(__file__).parent / TINY_KNIGHTS, _WITH_THE_PACKAGE),
     TINY_CALCULATOR: NamedPolicy(Path(__file__).parent / TINY_CALCULATOR, _WITH_THE_PACKAGE),
     TINY_CATCH: NamedPolicy(Path(__file__).parent / TINY_CATCH, _WITH_THE_PACKAGE),
+    TINY_SHAPES: NamedPolicy(Path(__file__).parent / TINY_SHAPES, _WITH_THE_PACKAGE),
     SMOLLM2: NamedPolicy(
         cache_folder() / "policies" / "SmolLM2-135M-Instruct",
         f"make it with python -m lit_grpo {SMOLLM2}",
@@ -43,8 +44,8 @@ NAMED = {
 }
 """The policies by name.
 
-``python -m scripts.make_tiny``, ``make_knights``, ``make_calculator`` and ``make_catch`` make the folders in the
-package.
+``python -m scripts.make_tiny``, ``make_knights``, ``make_calculator``, ``make_catch`` and ``make_shapes`` make the
+folders in the package.
 """
 
 

@@ -22,10 +22,11 @@ from safetensors.torch import save_file
 
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.adapters import has_adapters, own_adapter
-from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation, token_logits
+from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation, logit_map, never_sample, token_logits
 from lit_grpo.policy.architecture.unread import Unread, count_no_drafts, find_unread, known_unread
 from lit_grpo.policy.sharding import class_of, compute, full_tensor
 from lit_grpo.policy.tokenizers import save_tokenizer
+from lit_grpo.policy.vision import sees, vision_of
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.process.inputs import check_replaceable, kind_of
 from lit_grpo.process.terminal import first_line
@@ -154,6 +155,8 @@ def export(
         copies = _write_weights(weights, carried, aside)
         save_settings(policy, aside, counts_drafts=bool(carried.drafts))
         save_tokenizer(tokenizer, aside)
+        if sees(policy):
+            vision_of(policy).save(aside)
         if adapter:
             own_adapter(policy).save_pretrained(str(aside / "adapter"))
             save_torch_state_dict(adapter, aside / "adapter", filename_pattern="adapter_model{suffix}.safetensors")
@@ -334,12 +337,13 @@ def _check_reopened(
     digests: Mapping[str, str], carried: Collection[str], policy: PreTrainedModel, expected: _Expected, folder: Path
 ) -> float | None:
     """Load a folder on the host as its user will; without memory for it, only compare names and shapes."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    kind: Any = AutoModelForImageTextToText if sees(policy) else AutoModelForCausalLM
     outline = PolicyWeights(policy).outline
     fits = 1.2 * sum(tensor.nbytes for tensor in outline.values()) < free_bytes(torch.device("cpu"))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             folder,
             dtype=policy.dtype,
             use_safetensors=True,
@@ -364,4 +368,5 @@ def _check_reopened(
     for name in [*digests, *reopened.digests]:
         if digests.get(name) != reopened.digests.get(name):
             raise ExportError(f"{name} in the loaded model differs from {name} on the disk")
+    never_sample(model, logit_map(policy).never)
     return expected.gap(model, policy.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
+import shutil
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _VISION = "_lit_grpo_vision"
+_SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _NEEDS_PILLOW = "A policy that sees images needs Pillow; run pip install pillow."
 
 
@@ -68,7 +69,8 @@ class Vision:
                     f"The image processor of policy {place!r} cannot be loaded ({first_line(error)}); add its "
                     "preprocessor_config.json to the policy's files."
                 ) from error
-            path = stored_file(place, "processor_config.json")
+            self._files = {name: stored_file(place, name) for name in _SETTINGS}
+            path = self._files["processor_config.json"]
         parts: dict[str, Any] = {"image_processor": images, "tokenizer": tokenizer}
         parts = {name: parts.get(name) for name in processor_class.get_attributes()}
         fields = {} if path is None else typed(read_json(Path(path)), dict[str, Any], str(path), "save it again")
@@ -79,6 +81,12 @@ class Vision:
         except (ImportError, TypeError, ValueError) as error:
             raise ValueError(f"{processor_class.__name__} cannot be used: {first_line(error)}") from error
         self.placeholder = int(model.config.image_token_id)
+
+    def save(self, folder: Path) -> None:
+        """Copy the settings of the processor, so that others can load it from a policy's folder."""
+        for name, path in self._files.items():
+            if path is not None:
+                shutil.copyfile(path, folder / name)
 
     def read(self, text: str, given: Sequence[Any]) -> tuple[list[int], Pictures]:
         """Return the token ids of a text with its placeholders expanded, and its images.
@@ -246,10 +254,9 @@ def open_image(data: bytes) -> Any:
     from PIL import Image
 
     try:
-        with warnings.catch_warnings(action="error"):
-            image = Image.open(io.BytesIO(data))
-            if image.width * image.height > _MOST_PIXELS:
-                raise ValueError(f"it has {image.width} x {image.height} pixels, and at most {_MOST_PIXELS} are read")
-            return image.convert("RGB")
+        image = Image.open(io.BytesIO(data))
+        if image.width * image.height > _MOST_PIXELS:
+            raise ValueError(f"it has {image.width} x {image.height} pixels, and at most {_MOST_PIXELS} are read")
+        return image.convert("RGB")
     except Exception as error:  # decoders of damaged files raise many kinds
         raise ValueError(first_line(error)) from error

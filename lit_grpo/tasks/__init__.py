@@ -6,6 +6,7 @@ from lit_grpo.tasks.catch import Catch, CatchRows
 from lit_grpo.tasks.drawn import DrawnRows
 from lit_grpo.tasks.knights import KnightsRows
 from lit_grpo.tasks.reasoning_gym import ReasoningGymRows, ReasoningGymScore
+from lit_grpo.tasks.shapes import ShapesRows
 from lit_grpo.tasks.word_problems import WordProblemRows
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "KnightsRows",
     "ReasoningGymRows",
     "ReasoningGymScore",
+    "ShapesRows",
     "WordProblemRows",
 ]
