@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import struct
+import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,9 +18,16 @@ from conftest import table_rows
 from seeing import FAMILIES, load, make_policy, plain_logits, png, read
 from test_slots import decode
 
+import lit_grpo
+from lit_grpo.data.chat import UnusableRow
+from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.policy.loading import load_tokenizer, load_vision
+from lit_grpo.policy.named import TINY_SHAPES
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.vision import open_image
 from lit_grpo.rollout.sampling import request_key, sample_tokens, uniform
 from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.tasks import ShapesRows
 from lit_grpo.types import Completion, Request, Rollout, SamplingParams
 from lit_grpo.update.batches.layout import in_order
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
@@ -25,6 +35,13 @@ from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.prefix.sharing import shared_prefixes
 
 SAMPLING = SamplingParams(max_tokens=8)
+
+
+def _header_of(width: int, height: int) -> bytes:
+    """Return the beginning of a file whose header names these sizes, as a decompression bomb's does."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
 
 
 @pytest.mark.parametrize("name", table_rows(FAMILIES, ["qwen3_vl"]))
@@ -91,3 +108,98 @@ def _gradient(model: Any, run: Any) -> dict[str, torch.Tensor]:
     model.zero_grad()
     run()
     return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+# ---- rows -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def renderer() -> tuple[PromptRenderer, Any]:
+    tokenizer = load_tokenizer(TINY_SHAPES)
+    return PromptRenderer(image_column="image", vision=load_vision(TINY_SHAPES, tokenizer)), tokenizer
+
+
+PICTURE = png(48, 48, 0)
+PART, QUESTION = {"type": "image"}, {"type": "text", "text": "How many circles?"}
+IN_FILE = {"bytes": PICTURE, "path": None}
+FORMS: dict[str, dict[str, Any]] = {
+    "bytes": {"prompt": [{"role": "user", "content": [PART, QUESTION]}], "image": PICTURE},
+    "a list": {"prompt": [{"role": "user", "content": [PART, QUESTION]}], "image": [PICTURE]},
+    "of Pillow": {"prompt": [{"role": "user", "content": [PART, QUESTION]}], "image": open_image(PICTURE)},
+    "of datasets": {
+        "prompt": [{"role": "user", "content": [PART, QUESTION]}],
+        "image": {"bytes": PICTURE, "path": None},
+    },
+    "in its part": {"prompt": [{"role": "user", "content": [{**PART, "image": PICTURE}, QUESTION]}]},
+    "before a text": {"prompt": "How many circles?", "image": PICTURE},
+    "before a message": {"prompt": [{"role": "user", "content": "How many circles?"}], "image": PICTURE},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_gives_its_images_in_any_of_these_forms(form: str, renderer: tuple[PromptRenderer, Any]) -> None:
+    rendered = renderer[0].render(FORMS[form], renderer[1])
+    assert rendered.pictures is not None and rendered.pictures.num_tokens == 9
+    assert rendered.text == "<image>How many circles?:"
+    assert open_image(rendered.pictures.images[0]).tobytes() == open_image(PICTURE).tobytes()
+
+
+def test_images_of_a_column_take_the_places_of_messages_in_order(renderer: tuple[PromptRenderer, Any]) -> None:
+    content = [PART, QUESTION, {**PART, "bytes": png(48, 48, 2)}, PART]
+    row = {"prompt": [{"role": "user", "content": content}], "image": [png(48, 48, 1), png(48, 48, 3)]}
+    rendered = renderer[0].render(row, renderer[1])
+    assert rendered.pictures is not None
+    assert rendered.pictures.images == tuple(png(48, 48, seed) for seed in (1, 2, 3))
+
+
+def asked(*content: Any, **columns: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": [*content, QUESTION]}], **columns}
+
+
+FAULTY = {
+    "no image": (asked(PART), "has 0 images in column 'image', and places for 1 in its messages"),
+    "too many": (asked(PART, image=[PICTURE] * 2), "has 2 images in column 'image', and places for 1"),
+    "both": (asked({**PART, "image": PICTURE}, image=PICTURE), "images in its messages and others in column 'image'"),
+    "a URL": (asked(PART, image="https://example.org/a.png"), "number 0 is the URL 'https://example.org/a.png'"),
+    "a URL in a part": (asked({**PART, "url": "https://example.org/a.png"}), "names an image by its URL"),
+    "no file": (asked(PART, image="nowhere.png"), "number 0, the file 'nowhere.png', cannot be read"),
+    "a directory": (asked(PART, image="/"), "number 0, the file '/', cannot be read"),
+    "torn": (asked(PART, image=PICTURE[:200]), "number 0 cannot be decoded"),
+    "no picture": (asked(PART, image=b"%PDF-1.7"), "number 0 cannot be decoded"),
+    "a number": (asked(PART, image=7), "number 0 is of type int and no image"),
+    "nothing in a list": (asked(PART, image=[None]), "number 0 is of type NoneType and no image"),
+    "too large": (asked(PART, image=_header_of(9_000, 9_000)), "it has 9000 x 9000 pixels"),
+    "a placeholder in words": (
+        asked(PART, {"type": "text", "text": "<image>"}, image=PICTURE),
+        "do not fit its text",
+    ),
+    "video": (asked({"type": "video"}, image=PICTURE), "a part of type 'video'"),
+}
+
+
+@pytest.mark.parametrize("fault", table_rows(FAULTY, ["no image", "a URL", "torn", "too large"]))
+def test_an_image_that_cannot_be_used_is_named(fault: str, renderer: tuple[PromptRenderer, Any]) -> None:
+    row, sentence = FAULTY[fault]
+    with pytest.raises(UnusableRow, match=re.escape(sentence)):
+        renderer[0].render(row, renderer[1])
+
+
+def test_a_part_with_an_image_is_refused_without_the_setting(renderer: tuple[PromptRenderer, Any]) -> None:
+    with pytest.raises(UnusableRow, match=re.escape("set data.image_column, or take it out")):
+        PromptRenderer().render(FORMS["bytes"], renderer[1])
+
+
+NOT_SEEING: dict[str, tuple[dict[str, Any], str]] = {
+    "texts alone": ({}, "has images, but model.vision is none"),
+    "no tower": ({"vision": "frozen", "policy": "tiny"}, "which sees no images; take another"),
+    "divided": ({"vision": "frozen", "sequence_parallel_size": 2}, "sequence_parallel_size"),
+}
+
+
+@pytest.mark.parametrize("name", table_rows(NOT_SEEING, ["texts alone"]))
+def test_what_cannot_see_images_is_told_before_the_first_rollout(name: str, tmp_path: Path) -> None:
+    changes, sentence = NOT_SEEING[name]
+    options: dict[str, Any] = {"policy": TINY_SHAPES, "max_steps": 1, "num_generations": 2} | changes
+    data, policy = {"image_column": "image", "batch_size": 2}, options.pop("policy")
+    with pytest.raises((ValueError, SystemExit), match=sentence):
+        lit_grpo.train(policy, [*ShapesRows(4).rows()], ["exact_match"], dir=str(tmp_path), data=data, **options)

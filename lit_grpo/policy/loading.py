@@ -29,7 +29,7 @@ from lit_grpo.policy.nf4 import check_quantized, keep_as_it_is, nf4_config
 from lit_grpo.policy.saved import check_layers, check_settings, compare_with_files
 from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.tokenizers import read_tokenizer
-from lit_grpo.policy.vision import Vision
+from lit_grpo.policy.vision import Vision, tower_parameters
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.process.inputs import kind_of, read_json, typed
 from lit_grpo.process.packages import require
@@ -297,11 +297,13 @@ def load_policy(
 def _load_model(policy: str, dtype: str, nf4: bool, outline: bool, vision: bool) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     with _reading(policy, "model") as files:
         weight_options = files.weight_options(dtype, nf4)
         config = _config_of(files)
         config._attn_implementation = None  # ignore the file's choice: transformers takes sdpa, else eager
+        kinds: Any = AutoModelForCausalLM, AutoModelForImageTextToText
+        has_tower = vision or [type(config) in kind._model_mapping for kind in kinds] == [False, True]
+        kind = kinds[has_tower]
         loaded: Any = kind.from_pretrained(
             files.place,
             config=config,
@@ -317,6 +319,8 @@ def _load_model(policy: str, dtype: str, nf4: bool, outline: bool, vision: bool)
     _check_weights(policy, resolve_policy(policy), model, report)
     remember_unread(model)
     files.finish(model)
+    for weight in tower_parameters(model) if has_tower and not vision else ():
+        weight.requires_grad_(False)  # the family has no class for texts alone
     return model
 
 

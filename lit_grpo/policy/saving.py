@@ -339,7 +339,8 @@ def _check_reopened(
     """Load a folder on the host as its user will; without memory for it, only compare names and shapes."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    kind: Any = AutoModelForImageTextToText if sees(policy) else AutoModelForCausalLM
+    has_tower = any(hasattr(child, "get_image_features") for child in policy.children())
+    kind: Any = AutoModelForImageTextToText if has_tower else AutoModelForCausalLM
     outline = PolicyWeights(policy).outline
     fits = 1.2 * sum(tensor.nbytes for tensor in outline.values()) < free_bytes(torch.device("cpu"))
     try:
