@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lit_grpo.checkpoints.form import place_of
 from lit_grpo.compatibility import SHARDS, Clash, Requirement, check_clashes, check_together
 from lit_grpo.limits import Completions, check_value
-from lit_grpo.policy.vision import sees
+from lit_grpo.policy.architecture.vision import sees
 from lit_grpo.process.terminal import first_line
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies

@@ -47,13 +47,13 @@ from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, ask, overriding
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
+from lit_grpo.policy.architecture.vision import give_vision
 from lit_grpo.policy.frozen import check_base, fingerprint, recorded_name, without_frozen
 from lit_grpo.policy.loading import as_loaded, embeddings, load_policy, load_tokenizer, load_vision
 from lit_grpo.policy.nf4 import has_four_bits, without_quant_states
 from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, gather_for_sampling
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.policy.vision import give_vision
 from lit_grpo.process.packages import MISSING_KERNELS
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, load_rewards

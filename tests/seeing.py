@@ -14,8 +14,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
+from lit_grpo.policy.architecture.vision import Vision, give_vision, open_image
 from lit_grpo.policy.loading import load_tokenizer, load_vision
-from lit_grpo.policy.vision import Vision, give_vision, open_image
 from lit_grpo.types import Prompt
 
 PLACEHOLDER = 300

@@ -21,10 +21,10 @@ from test_slots import decode
 import lit_grpo
 from lit_grpo.data.chat import UnusableRow
 from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.policy.architecture.vision import open_image
 from lit_grpo.policy.loading import load_tokenizer, load_vision
 from lit_grpo.policy.named import TINY_SHAPES
 from lit_grpo.policy.spec import PolicySpec
-from lit_grpo.policy.vision import open_image
 from lit_grpo.rollout.sampling import request_key, sample_tokens, uniform
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks import ShapesRows

@@ -412,9 +412,9 @@ def counted_prefill(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     computed: list[int] = []
     real = kept_module.prefill
 
-    def prefill(policy: Any, sequences: Sequence[Sequence[int]], *others: Any) -> torch.Tensor:
+    def prefill(policy: Any, sequences: Sequence[Sequence[int]], *others: Any, **more: Any) -> torch.Tensor:
         computed.extend(map(len, sequences))
-        return real(policy, sequences, *others)
+        return real(policy, sequences, *others, **more)
 
     for module in (slots_module, kept_module):  # prompts and prefixes
         monkeypatch.setattr(module, "prefill", prefill)

@@ -150,7 +150,7 @@ class PromptRenderer:
     cut_answers: bool = False
     image_column: str | None = None
     conversing: Conversing | None = None
-    vision: Any = None  # a lit_grpo.policy.vision.Vision
+    vision: Any = None  # a lit_grpo.policy.architecture.vision.Vision
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Limit, Positive, check_fields
-from lit_grpo.policy.vision import frozen_layers
+from lit_grpo.policy.architecture.vision import frozen_layers
 from lit_grpo.policy.weights import active_adapters, adapted_parameter, is_adapter, lora_layers
 from lit_grpo.process.packages import require
 from lit_grpo.ranks import Ranks

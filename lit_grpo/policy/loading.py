@@ -22,6 +22,7 @@ from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.decoder import attention_name, configured_length, context_length, in_evaluation
 from lit_grpo.policy.architecture.outline import bare_model
 from lit_grpo.policy.architecture.unread import known_unread, remember_unread
+from lit_grpo.policy.architecture.vision import Vision, tower_parameters
 from lit_grpo.policy.gguf import GGUFError, GGUFFile, gguf_file, unreadable, without_bars
 from lit_grpo.policy.hub import hub_or_cache, stored_file
 from lit_grpo.policy.named import NAMED, own_folder, resolve_policy
@@ -29,7 +30,6 @@ from lit_grpo.policy.nf4 import check_quantized, keep_as_it_is, nf4_config
 from lit_grpo.policy.saved import check_layers, check_settings, compare_with_files
 from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.tokenizers import read_tokenizer
-from lit_grpo.policy.vision import Vision, tower_parameters
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.process.inputs import kind_of, read_json, typed
 from lit_grpo.process.packages import require

@@ -24,9 +24,9 @@ from lit_grpo.memory import free_bytes
 from lit_grpo.policy.adapters import has_adapters, own_adapter
 from lit_grpo.policy.architecture.decoder import hidden_states, in_evaluation, logit_map, never_sample, token_logits
 from lit_grpo.policy.architecture.unread import Unread, count_no_drafts, find_unread, known_unread
+from lit_grpo.policy.architecture.vision import sees, vision_of
 from lit_grpo.policy.sharding import class_of, compute, full_tensor
 from lit_grpo.policy.tokenizers import save_tokenizer
-from lit_grpo.policy.vision import sees, vision_of
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.process.inputs import check_replaceable, kind_of
 from lit_grpo.process.terminal import first_line

@@ -91,7 +91,7 @@ def hidden_states(model: PreTrainedModel, input_ids_BT: torch.Tensor, seen: Any 
     Args:
         model: A causal language model.
         input_ids_BT: Token ids.
-        seen: The features of images among them, as :func:`lit_grpo.policy.vision.image_features` returns them.
+        seen: The features of images among them, of :func:`lit_grpo.policy.architecture.vision.image_features`.
         **kwargs: Further arguments of the decoder.
     """
     run = decoder_of(model) if seen is None else inner_model(model)

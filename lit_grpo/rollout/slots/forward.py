@@ -19,7 +19,7 @@ from lit_grpo.policy.architecture.decoder import (
     raise_device_failure,
     set_attention,
 )
-from lit_grpo.policy.vision import image_features, with_images
+from lit_grpo.policy.architecture.vision import image_features, with_images
 from lit_grpo.process.terminal import error_text, say
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention

@@ -12,7 +12,7 @@ import torch
 
 from lit_grpo.memory import in_one_copy
 from lit_grpo.plugins.columns import OF_CANDIDATES
-from lit_grpo.policy.vision import with_images
+from lit_grpo.policy.architecture.vision import with_images
 from lit_grpo.trajectory import OBSERVED, prefix_tree
 from lit_grpo.types import Pictures, Rollout
 from lit_grpo.update.objective.tokens import Tokens

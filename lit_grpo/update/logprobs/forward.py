@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lit_grpo.policy.architecture.decoder import attention_name, hidden_states, token_logits
-from lit_grpo.policy.vision import image_features
+from lit_grpo.policy.architecture.vision import image_features
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
 from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
 from lit_grpo.update.prefix.sharing import ATTENTION_NAME, SharedPrefix, shared_prefixes

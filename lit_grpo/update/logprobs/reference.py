@@ -12,9 +12,9 @@ import torch
 
 from lit_grpo.compatibility import SHARDS, Clash, Requirement, check_clashes, check_together
 from lit_grpo.policy.architecture.decoder import logit_map
+from lit_grpo.policy.architecture.vision import give_vision, sees, vision_of
 from lit_grpo.policy.loading import LoadedPolicy, load_policy
 from lit_grpo.policy.sharding import is_sharded
-from lit_grpo.policy.vision import give_vision, sees, vision_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

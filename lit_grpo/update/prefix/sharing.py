@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.decoder import attention_name, hidden_states, set_attention
 from lit_grpo.policy.architecture.states import FOUND, States, state_layers
+from lit_grpo.policy.architecture.vision import image_features, with_images
 from lit_grpo.policy.sharding import is_scattered
-from lit_grpo.policy.vision import image_features, with_images
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.flash import Plan, fused_attention, fused_kernels, plan_launches
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask

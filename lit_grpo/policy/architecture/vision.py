@@ -52,7 +52,7 @@ class Vision:
         if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) not in (None, False):
             raise ValueError(
                 f"The image tokens of {type(model).__name__} see one another in both directions, which is not "
-                "supported; take another policy, such as Qwen3-VL, or train on texts alone."
+                "supported; take another policy, or train on texts alone."
             )
         name = processing_auto.PROCESSOR_MAPPING_NAMES.get(kind)
         try:
