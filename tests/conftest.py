@@ -6,6 +6,7 @@ import csv
 import functools
 import gc
 import subprocess
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -61,6 +62,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist deals files in the order of the collection
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    from forks import Worker
+
+    if sys.platform == "linux":
+        subprocess.Popen = Worker  # in the process that deals out the files, which starts nothing else
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
@@ -81,9 +90,12 @@ def _one_parser() -> Iterator[None]:
     """Runs of this process share what the command line takes more than a second for.
 
     These are the parsers of the four subcommands, what jsonargparse finds out of classes and protocols, and the speed
-    of this machine's products of matrices, which each run measures.
+    of this machine's products of matrices, which each run measures. Lightning moves each logged value to the device
+    that it is on, which is a twelfth of a short run; that is left out.
     """
+    import torch
     from jsonargparse import _typehints
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 
     from lit_grpo.callbacks import monitors  # pyrefly: ignore[missing-module-attribute]
     from lit_grpo.cli.command_line import GRPOCLI
@@ -102,7 +114,14 @@ def _one_parser() -> Iterator[None]:
         for parser in cli._subcommand_parsers.values():
             setattr(parser, SHORT, True)  # --help-all has taken it away
 
+    move = _ResultMetric.to
+
+    def to(metric: Any, device: Any) -> Any:
+        is_there = isinstance(metric.value, torch.Tensor) and metric.value.device == device
+        return metric if is_there else move(metric, device)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(_ResultMetric, "to", to)
         monkeypatch.setattr(GRPOCLI, "setup_parser", setup_parser)
         for module, name in ((_typehints, "implements_protocol"), (monitors, "_peak_flops")):
             monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))

@@ -41,7 +41,7 @@ ENVIRONMENT = {
 }
 """What is read when torch is imported, as ``python -m lit_grpo`` sets it."""
 _PR_SET_CHILD_SUBREAPER = 36
-_exec = multiprocessing.util.spawnv_passfds
+_exec, _Popen = multiprocessing.util.spawnv_passfds, subprocess.Popen
 
 
 class Origin:
@@ -69,8 +69,10 @@ class Origin:
 @functools.cache
 def origin(imports: Sequence[str] = ()) -> Origin:
     """One that has imported these modules as well; it ends with this process."""
+    if Worker.nest and not imports:
+        return Worker.nest
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    start = Forked if imports else subprocess.Popen
+    start = Forked if imports else _Popen
     with theirs:
         process = start(
             [sys.executable, __file__, *imports],
@@ -94,6 +96,8 @@ class Forked(subprocess.Popen):
 
     origin: Origin | None = None
     """What the children of a process are forks of that is one itself."""
+    worker = False
+    """Whether it starts others as any process does, and not as forks unless it says so."""
 
     def __init__(self, args: Any, *others: Any, imports: Sequence[str] = (), **options: Any) -> None:
         self._imports = tuple(imports)
@@ -116,11 +120,20 @@ class Forked(subprocess.Popen):
             "group": others[19] == 0,  # process_group
             "first": [preexec_fn.__module__, preexec_fn.__name__] if preexec_fn else None,
             "unbuffered": unbuffered,
+            "worker": self.worker,
         }
         files = [own if file == -1 else file for own, file in enumerate((pipes[0], pipes[3], pipes[5]))]
         self.pid = (Forked.origin or origin(self._imports)).fork(task, files)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # pyrefly: ignore[missing-attribute]
+
+
+class Worker(Forked):
+    """A worker of pytest-xdist, and what its own forks are made of: neither imports torch again."""
+
+    worker = True
+    nest: Origin | None = None
+    """In a worker, what its forks are made of."""
 
 
 def run(command: Sequence[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -194,7 +207,7 @@ def _be(task: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0  # as it is when Lightning is imported
     if task.get("unbuffered"):
         sys.stdout.reconfigure(write_through=True)  # pyrefly: ignore[missing-attribute]
-    _nest()
+    _nest(bool(task.get("worker")))
     try:
         _run(task["words"], task.get("first"))
     except SystemExit as ended:
@@ -217,7 +230,7 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _nest() -> None:
+def _nest(worker: bool) -> None:
     """Have this process start forks."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
@@ -229,6 +242,9 @@ def _nest() -> None:
         os.closerange(channel + 1, 1000)
         _serve(theirs)
     theirs.close()
+    if worker:  # whose tests import this file, which runs here as a script
+        importlib.import_module(Path(__file__).stem).Worker.nest = Origin(ours)
+        return
     Forked.origin, subprocess.Popen, multiprocessing.util.spawnv_passfds = Origin(ours), Forked, _spawn
 
 

@@ -58,6 +58,12 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card has no picture, as where matplotlib is not installed: to draw it is most of what finishing takes."""
+    monkeypatch.setattr("lit_grpo.tools.finishing.picture.find_spec", lambda name: None)
+
+
 def curve(folder: Path, **columns: list[float | None]) -> None:
     """Replace the metrics of a run."""
     rows = zip(*columns.values(), strict=True)
@@ -278,6 +284,7 @@ def test_the_card_shows_what_was_written_in_the_last_validation(run: Path, capsy
     assert record.validated(read_folder(run), 20) == []  # an earlier policy
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("passed", "rises", "said"),
     [
@@ -302,6 +309,7 @@ def test_a_run_that_learned_nothing_is_said_to(
     assert ("learned nothing" in capsys.readouterr().out) != rises
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("model", "data", "said"),
     [
@@ -488,7 +496,7 @@ def test_a_file_that_is_not_the_policy_is_refused(
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
+def hub(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> Iterator[HubServer]:
     """A hub on loopback, the user's token, and no Xet."""
     from huggingface_hub.utils import close_session
 
@@ -553,16 +561,18 @@ def test_hostile_answers_to_the_token_are_a_sentence(
     assert not (run / "finished").exists()
 
 
+HOSTILE_ANSWERS = [
+    ("/api/validate-yaml", Answer(400, b'"license" must be one of [a]'), "did not accept the model card ("),
+    ("/api/validate-yaml", Answer(hangs_up=True), "did not accept the model card ("),
+    ("/api/repos/create", Answer(403, b'{"error": "\x1b[2Jforbidden"}'), "(403 Forbidden"),
+    ("/api/repos/create", Answer(200, b"[]"), "could not be created on"),
+    ("/api/models", Answer(404, b"nothing"), "could not be sent to"),
+    ("/api/models", Answer(200, b'{"files": 3}'), "could not be sent to"),
+]
+
+
 @pytest.mark.parametrize(
-    ("path", "answer", "said"),
-    [
-        ("/api/validate-yaml", Answer(400, b'"license" must be one of [a]'), "did not accept the model card ("),
-        ("/api/validate-yaml", Answer(hangs_up=True), "did not accept the model card ("),
-        ("/api/repos/create", Answer(403, b'{"error": "\x1b[2Jforbidden"}'), "(403 Forbidden"),
-        ("/api/repos/create", Answer(200, b"[]"), "could not be created on"),
-        ("/api/models", Answer(404, b"nothing"), "could not be sent to"),
-        ("/api/models", Answer(200, b'{"files": 3}'), "could not be sent to"),
-    ],
+    ("path", "answer", "said"), table_rows(HOSTILE_ANSWERS, HOSTILE_ANSWERS[1:4] + HOSTILE_ANSWERS[5:])
 )
 def test_hostile_answers_to_the_folder_are_a_sentence(
     path: str, answer: Answer, said: str, run: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 
@@ -628,7 +629,7 @@ for function in (python, descriptors):
 
 def test_a_function_that_closes_standard_output_silences_nobody() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", CLOSES], env=environment, capture_output=True, text=True)
+    done = forks.run([sys.executable, "-c", CLOSES], 60, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "after python\nafter descriptors\n"
     assert "error after descriptors" in done.stderr and "A reward function closed stdout" in done.stderr

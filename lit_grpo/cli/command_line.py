@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -165,7 +165,7 @@ class GRPOCLI(LightningCLI):
         run, fits, given = RunConfig(**settings["run"]), self.subcommand == "fit", trainer["logger"]
         if given in (None, True):
             resumes = bool(settings.get("ckpt_path"))
-            kwargs["logger"] = make_loggers(run, self._described(), resumes) if fits else False
+            kwargs["logger"] = make_loggers(run, self._described, resumes) if fits else False
         elif fits:
             kwargs["logger"] = with_table(run, given)
         own = trainer["callbacks"] or []
@@ -182,14 +182,15 @@ class GRPOCLI(LightningCLI):
         except TRAINERS as error:
             raise ValueError(f"Lightning's Trainer refuses the settings of trainer: {error}") from error
 
+    @cached_property
     def _described(self) -> dict[str, Any]:
-        """Return all settings as plain values."""
-        parser = self._parser(self.subcommand)
-        return yaml.safe_load(parser.dump(self._settings, skip_none=False))
+        """All settings as plain values; to write them as JSON and read them takes a third of the time of YAML."""
+        dump = self._parser(self.subcommand).dump
+        return json.loads(dump(self._settings, format="json", skip_none=False, skip_validation=True))
 
     def before_fit(self) -> None:
         """Check everything, then open the run's folder, and validate the policy so that curves begin at update 0."""
-        settings, described = self._settings, self._described()
+        settings, described = self._settings, self._described
         if is_first_rank():
             self.run_folder.check_inputs({name: described[name] for name in ("model", "data", "rollout")})
         groups = {*GROUPS, "trainer"} - {"run"}

@@ -1,4 +1,5 @@
-"""Kernels between the products of a layer in Triton's interpreter: beside torch, and in whole decode steps."""
+"""Kernels of a decode step in Triton's interpreter: of attention beside the shelves, between the products of a layer
+beside torch, and in whole decode steps."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from lit_grpo.rollout.slots.kernels import LayerKernels
+from tests.cuda.row_attention_case import largest_gap
 from tests.doubles.layer_kernels import PlainKernels
 
 ROWS = 3
@@ -100,8 +102,13 @@ def main() -> None:
     """Print what comes of each case, which is a word: what is done, and with what, as in ``pieces-float32-float32``."""
     found: dict[str, Any] = {}
     for case in sys.argv[1:]:
-        what, *names = case.split("-")
-        found[case] = decoded(*names) if what == "decoded" else piecewise(*(getattr(torch, name) for name in names))
+        match case.split("-"):
+            case "rows", steps:
+                found[case] = largest_gap("cpu", int(steps))
+            case "decoded", family:
+                found[case] = decoded(family)
+            case _, *names:
+                found[case] = piecewise(*(getattr(torch, name) for name in names))
     print(json.dumps(found))
 
 

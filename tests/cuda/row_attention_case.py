@@ -1,12 +1,9 @@
-"""Steps of a cache whose rows come, grow and go: through the kernels in Triton's interpreter, and by the shelves.
+"""Steps of a cache whose rows come, grow and go: through the attention of tables, and by the shelves.
 
 Every second step has drafts, of which rows get some.
 """
 
 from __future__ import annotations
-
-import os
-import sys
 
 import numpy as np
 import torch
@@ -72,9 +69,3 @@ def largest_gap(device: str, num_steps: int, attention: RowAttention = attend_ro
         for cache in caches:
             cache.roll_back(columns)
     return farthest
-
-
-if __name__ == "__main__":
-    print(largest_gap(sys.argv[1], int(sys.argv[2])))
-    sys.stdout.flush()
-    os._exit(0)  # the interpreter's threads would be waited for

@@ -46,6 +46,11 @@ PIECES = ["pieces-float32-float32", "pieces-bfloat16-bfloat16", "pieces-bfloat16
 DECODED = ["decoded-Qwen3", "decoded-Qwen2", "decoded-Llama"]
 
 
+@pytest.mark.parametrize("case", table_rows(["rows-2", "rows-12"], ["rows-2"]))  # a step takes some seconds
+def test_rows_that_come_grow_and_go_attend_as_by_the_shelves(case: str, interpreted: dict[str, Any]) -> None:
+    assert interpreted[case] < 1e-5
+
+
 @pytest.mark.parametrize("case", table_rows(PIECES, PIECES[2:]))
 def test_each_kernel_computes_what_torch_does(case: str, interpreted: dict[str, Any]) -> None:
     gaps = interpreted[case]
@@ -139,7 +144,12 @@ def compilers_failures() -> list[Exception]:
     return found
 
 
-@pytest.mark.parametrize("failure", compilers_failures(), ids=lambda failure: type(failure).__name__)
+FAILURES = compilers_failures()
+
+
+@pytest.mark.parametrize(
+    "failure", table_rows(FAILURES, [FAILURES[0], FAILURES[-1]]), ids=lambda each: type(each).__name__
+)
 def test_a_compilation_that_fails_is_told_in_a_line_and_ends_no_run(
     failure: Exception, policy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

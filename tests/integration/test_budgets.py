@@ -58,13 +58,13 @@ def rarely(completion: str, prompt: str) -> float:
 
 
 def train(
-    policy_folder: Path, rule: dict[str, Any], folder: Path, checkpoint: str | None = None
+    policy_folder: Path, rule: dict[str, Any], folder: Path, checkpoint: str | None = None, updates: int = UPDATES
 ) -> tuple[Trained, GRPOModule, PromptDataModule]:
     own: dict[str, Any] = {"plugins": rule.get("plugins"), "rewards": [RewardSpec(f"{__file__}:rarely")]}
     sizes: dict[str, Any] = {
         "num_prompts": NUM_PROMPTS,
         "batch_size": BATCH,
-        "max_steps": UPDATES,
+        "max_steps": updates,
         "num_generations": GROUP,
     }
     own |= {"generator": SlotGenerator(7), "checkpoint": checkpoint}
@@ -74,15 +74,17 @@ def train(
 
 @pytest.mark.parametrize("name", table_rows(RULES, ("greso, balanced, PODS", "poise")))
 def test_a_run_with_a_budget_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
-    trained, module, data = train(policy_folder, RULES[name], tmp_path / "whole")
+    updates = 7
+    trained, module, data = train(policy_folder, RULES[name], tmp_path / "whole", updates=updates)
     check_log_probs(trained)
     history = module.learner.history
     visits = sum(record.num_visits for record in history.records.values())
-    assert visits == BATCH * UPDATES or name == "norm test"
+    assert visits == BATCH * updates or name == "norm test"
     for version in (4, 5):  # in the middle of an epoch, and not
         checkpoint = str(tmp_path / "whole" / f"{version}.ckpt")
-        again, resumed, resumed_data = train(policy_folder, RULES[name], tmp_path / f"from-{version}", checkpoint)
-        assert list(again.batches) == list(range(version, UPDATES))
+        folder = tmp_path / f"from-{version}"
+        again, resumed, resumed_data = train(policy_folder, RULES[name], folder, checkpoint, updates)
+        assert list(again.batches) == list(range(version, updates))
         for number, batch in again.batches.items():
             assert describe(batch) == describe(trained.batches[number])
         for one, other in zip(module.policy.parameters(), resumed.policy.parameters(), strict=True):

@@ -32,7 +32,7 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": 1,
 }
-# Ragged prompts, and 40 tokens to follow: much longer than the sliding windows of 8 and 5.
+# Ragged prompts, and 24 tokens to follow: much longer than the sliding windows of 8 and 5.
 PROMPTS = [
     Prompt("one token", (7,), ""),
     Prompt("short", (2, 3, 4), ""),
@@ -169,10 +169,10 @@ QUICK = (
 @pytest.mark.parametrize("name", table_rows(MODELS, QUICK))
 def test_greedy_tokens_are_those_of_generate_and_sampled_logprobs_those_of_a_forward(name: str, tokenizer: Any) -> None:
     model = build(*MODELS[name])
-    greedy = collect(model, tokenizer, SamplingParams(temperature=0, max_tokens=40))
-    assert [completion.token_ids_T.tolist() for completion in greedy] == generate(model, 40)
+    greedy = collect(model, tokenizer, SamplingParams(temperature=0, max_tokens=24))
+    assert [completion.token_ids_T.tolist() for completion in greedy] == generate(model, 24)
 
-    sampled = collect(model, tokenizer, SamplingParams(max_tokens=40), num_slots=5, group=3)
+    sampled = collect(model, tokenizer, SamplingParams(max_tokens=24), num_slots=5, group=3)
     assert max(completion.num_tokens for completion in sampled) > 8
     exact = double(model)
     for completion in sampled:

@@ -27,6 +27,8 @@ from lit_grpo.types import Key, Prompt, RolloutGroup, SamplingParams
 SAMPLING = SamplingParams(max_tokens=100)
 PROMPTS = [Prompt("a", (2, 3, 4), ""), Prompt("b", tuple(range(2, 30)), ""), Prompt("c", (7,) * 17, "")]
 
+SLICES = [*range(10, 99, 10)]
+
 
 @pytest.fixture(scope="module")
 def policy() -> Any:
@@ -100,7 +102,13 @@ def test_estimates_that_know_the_limit_admit_no_more_than_fits(
     assert samples(groups) == samples(expected)
 
 
-@pytest.mark.parametrize("plan", sorted((FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *shipped_plans())))
+@pytest.mark.parametrize(
+    "plan",
+    table_rows(
+        sorted((FULL_GROUP, MICRO_ROUNDS, FIXED_SLOT, *shipped_plans())),
+        (FULL_GROUP, MICRO_ROUNDS, "lpt", "short_last"),
+    ),
+)
 def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
     policy: Any, tokenizer: Any, expected: list[RolloutGroup], plan: str
 ) -> None:
@@ -114,7 +122,7 @@ def test_no_plan_slot_count_or_budget_changes_what_is_sampled(
 
 
 @pytest.mark.parametrize("kv_tokens", table_rows([None, 600, 350, 200], [350]))
-@pytest.mark.parametrize("points", [[8], [64], range(10, 99, 10)], ids=["early", "late", "slices"])
+@pytest.mark.parametrize("points", table_rows([[8], [64], SLICES], [[8], SLICES]), ids=["early", "late", "slices"])
 def test_a_probe_under_scarce_memory_changes_neither_samples_nor_gradient(
     policy: Any, tokenizer: Any, expected: list[RolloutGroup], points: Any, kv_tokens: int | None
 ) -> None:
