@@ -163,7 +163,9 @@ class EntropyConfidence(OtherTokens):
             its = self._signals.get(completion.request.key, ())
             trained_T = completion.trained_T[completion.versions_T != OBSERVED]
             signals.append(torch.tensor(its)[trained_T] if 0 < len(its) == completion.num_sampled else None)
-        scores = [batch.whitened([None if its is None else its[:, k] for its in signals]) for k in (0, 1)]
+        scores = [
+            batch.whitened([None if its is None else its[:, k] * (1, self.top)[k] for its in signals]) for k in (0, 1)
+        ]
         for rollout, its, entropy_N, confidence_N in zip(batch.rollouts, signals, *scores, strict=True):
             if its is not None and entropy_N is not None and confidence_N is not None:
                 score_N = (entropy_N - confidence_N).clamp(-2, 2)
