@@ -140,7 +140,7 @@ class OtherTokens(Widening):
             self._births.pop(key, None)
         self._num_pruned += len(dropped)
         submit: list[Request] = []
-        for row, others in self.branches(drawn):
+        for row, others in sorted(self.branches(drawn), key=lambda each: drawn.keys[each[0]]):
             key, token_id = drawn.keys[row], drawn.token_ids_B[row]
             members, usable = self._members[key[:2]], key not in self._ended and key not in dropped
             for other, logprob in others if usable else ():
