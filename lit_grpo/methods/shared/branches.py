@@ -83,10 +83,11 @@ class OtherTokens(Widening):
     """Branches begin with another likely token in the place of the one that their parent has drawn.
 
     Where a token is drawn, :meth:`branches` may name others of the distribution, as long as the group has less than
-    ``width`` members. Such a token is taken, not drawn; its log-prob is that of the distribution. None is taken that
-    ends a completion. A branch that :meth:`pruned` names leaves its group, with those that began within it and decode.
-    Once no path of a group is left, fresh ones fill the width. Of more branches than have room those are made that come
-    first, so with fewer slots than paths a group may have others.
+    ``width`` members. Such a token is taken, not drawn; its log-prob is that of the distribution. An end-of-sequence
+    token is never taken, and a stop string that a taken token completes does not end the branch. A branch that
+    :meth:`pruned` names leaves its group, with those that began within it and still decode. Once no path of a group is
+    left, fresh ones fill the width. Of more branches than have room, those are made that come first, so with fewer
+    slots than paths a group may have others.
     """
 
     def setup(self) -> None:
