@@ -137,6 +137,16 @@ def _vote(task: str, pattern: str) -> Method:
     return Method(({"majority_vote": {"pattern": pattern}},), {"model.rewards": json.dumps(unrewarded)}, tasks=(task,))
 
 
+def _beside(method: Method, plugin: str, fields: Mapping[str, Any]) -> Method:
+    """A method with one more plug-in and further fields."""
+    return replace(method, plugins=(*method.plugins, plugin), fields={**method.fields, **fields})
+
+
+TWO_ROOTS: dict[str, Any] = {"model.num_generations": 2}
+LAST_NUMBER = r"(?:^|=)(\d+)$"
+ECHO_TREE = "echo_tree:width=8,top=2,depth=1,low=0.1,high=0.5,rise=0.1,unsure=0.497,hopeless=0.3,doubtful=0.4"
+"""For a vocabulary of a few tokens, of which two have almost all probability."""
+
 METHODS = {
     GRPO: Method(tasks=(*OUTCOMES, *TURNS)),
     "dps": Method(("dps",)),
@@ -150,7 +160,7 @@ METHODS = {
     "nat": Method(("nat",)),
     "nat_uniform": Method(("nat_uniform",)),
     "spaco": Method(("spaco:chunk=16",)),
-    "majority_vote": _vote("demo", r"(?:^|=)(\d+)$"),
+    "majority_vote": _vote("demo", LAST_NUMBER),
     "majority_vote, letters": _vote("knights", r"(?:^|\.)([A-Ga-g]+)$"),
     "majority_vote, last number": _vote("word_problems", r"(\d+)\D*$"),
     "xrpo": Method(("xrpo",)),
@@ -172,6 +182,10 @@ METHODS = {
     "eptree, groups of 40": Method(("eptree",)),
     "treepo": Method(("treepo:segment=8,width=8",), {"model.num_generations": 2}),
     "treepo, groups of 16": Method(("treepo:segment=8",)),
+    "latr": Method(("latr:width=8,look_ahead=8",), TWO_ROOTS, tasks=("demo",)),
+    "latr, more branches": Method(("latr:width=8,look_ahead=8,least=0.05,gap=0.9",), TWO_ROOTS, tasks=("demo",)),
+    "echo_tree": Method((ECHO_TREE,), TWO_ROOTS, tasks=("demo",)),
+    "echo_tree, majority_vote": _beside(_vote("demo", LAST_NUMBER), ECHO_TREE, TWO_ROOTS),
     "two iterations": Method(fields={"model.num_iterations": 2}, tasks=TURNS),
     "turn_ppo": Method(fields={"model.num_iterations": 2, "model.objective.ratio": "turn"}, tasks=TURNS),
     # who is asked

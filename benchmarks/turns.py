@@ -119,6 +119,7 @@ class Dictated:
     version = 0
     feature_points: tuple[int, ...] = ()
     keeps_ended = one_by_one = False
+    num_likeliest = 0
 
     def __init__(self, work: Work) -> None:
         self._work, self._step = work, 0

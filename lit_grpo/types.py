@@ -385,6 +385,26 @@ class Observation:
     features: np.ndarray
 
 
+class Likeliest(NamedTuple):
+    """The distributions that the tokens of a decode step were drawn from, of the requests that it gave a token.
+
+    Attributes:
+        keys: The requests.
+        token_ids_B: The tokens that were drawn.
+        entropies_B: Entropies of the whole distributions, in nats.
+        ids_BK: The K likeliest tokens, the likeliest first.
+        logprobs_BK: Their log-probs; minus infinity for a token that cannot be drawn.
+        come_to: Returns what a request that still decodes has come to, the drawn token included.
+    """
+
+    keys: Sequence[Key]
+    token_ids_B: np.ndarray
+    entropies_B: np.ndarray
+    ids_BK: np.ndarray
+    logprobs_BK: np.ndarray
+    come_to: Callable[[Key], Trajectory]
+
+
 @dataclass
 class StepEvents:
     """Result of a decode step: ``num_tokens`` new tokens in ``num_active`` slots, and the completions that finished.
@@ -395,7 +415,8 @@ class StepEvents:
     through the policy, if the generator knows. ``observations`` are the hidden states at all points that anybody looks
     at (:attr:`lit_grpo.plugins.Listener.observes`). ``beyond`` has the requests that got other than a token a decode
     step, with the tokens beyond that, which is below 0 for fewer; ``num_drafted`` are the tokens that were tried, and
-    ``num_accepted`` those of them that were kept, ``accepted`` by the name of their source.
+    ``num_accepted`` those of them that were kept, ``accepted`` by the name of their source. ``likeliest`` are the
+    distributions of the step, if anybody looks at them (:attr:`lit_grpo.plugins.Listener.likeliest`).
     """
 
     num_active: int = 0
@@ -409,6 +430,7 @@ class StepEvents:
     finished: list[Completion] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)
+    likeliest: Likeliest | None = None
     message: str = ""
 
 

@@ -23,6 +23,7 @@ class Scripted:
     version = 0
     feature_points: tuple[int, ...] = ()
     keeps_ended = one_by_one = False
+    num_likeliest = 0
 
     def __init__(self, tokenizer: Any, says: Says, num_slots: int = 8) -> None:
         self.tokenizer, self.says, self.num_slots = tokenizer, says, num_slots

@@ -28,6 +28,7 @@ CHAT = (
 TAUGHT = {"teacher": TeacherSettings("average", average_rate=0.5)}
 SELF_TAUGHT = TAUGHT | {"num_iterations": 2}
 TALK = {"environments": {"factory": f"{__file__}:Talk", "max_turns": 3}}
+LIKELY = {"depth": 0, "low": 0.5, "high": 1.0, "rise": 0.0, "unsure": 0.2}
 OF_SETS = [{"copo": {"datasets": ["odd"]}}, {"copo": {"datasets": ["even"], "rho": 1.0}}]
 
 RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
@@ -49,11 +50,13 @@ RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "drpo": (["drpo"], {}),
     "echo": ([TALK, "echo"], {}),
     "echo, sft": ([TALK, "echo", {"sft": {"column": "solution", "weight": 0.5}}], {}),
+    "echo_tree": (["majority_vote", {"echo_tree": {"width": 8, **LIKELY}}], {"num_iterations": 2}),
     "entropy_target": (["entropy_target"], {}),
     "environments": ([TALK], {}),
     "eptree": ([{"eptree": {"tokens": 2, "rounds": 1, "branches": 2}}], {}),
     "gigpo": ([TALK, "gigpo"], {}),
     "greso": (["greso:begin_at=0.3"], {}),
+    "latr": ([{"latr": {"width": 8, "least": 0.1, "gap": 0.3, "look_ahead": 2}}], {}),
     "majority_vote": (["majority_vote"], {}),
     "max_entropy": (["max_entropy:keep=3"], {}),
     "mt_grpo": ([TALK, "mt_grpo"], {}),

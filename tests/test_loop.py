@@ -34,6 +34,7 @@ class FakeGenerator:
     version = 0
     feature_points = ()
     keeps_ended = one_by_one = False
+    num_likeliest = 0
 
     def __init__(self, slots: int, lengths: Lengths) -> None:
         self.slots, self.lengths = slots, lengths

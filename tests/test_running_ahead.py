@@ -24,6 +24,7 @@ from test_cuda_graphs import Recorder
 from test_states import decode as decode_all
 
 from lit_grpo.methods.eptree import EPTree
+from lit_grpo.methods.latr import LookAhead
 from lit_grpo.methods.plans import find_plan, shipped_plans
 from lit_grpo.methods.treepo import TreePO
 from lit_grpo.plugins import Answer, Listener, ObservationPoint, fresh
@@ -156,7 +157,7 @@ class Case:
         self.slots, self.group, self.num_prompts = draw.randint(1, 6), draw.randint(1, 3), draw.randint(1, 4)
         self.prefill = draw.choice([9, 8192])
         stop: Any = draw.choice([(), (), ("7",), ("a", "12")])
-        self.listens = draw.choice(["no", "drops", "divides", "environment", "eptree", "treepo"])
+        self.listens = draw.choice(["no", "drops", "divides", "environment", "eptree", "treepo", "latr"])
         observed = 25 if self.listens == "environment" else 0
         self.sampling = SamplingParams(
             max_tokens=7 if self.kind == "hybrid" else draw.choice([7, 14, 35]), max_observed=observed, stop=stop,
@@ -172,7 +173,7 @@ class Case:
             ReleaseRule(num_completions=3, leftovers="keep", max_staleness=4),
             ReleaseRule(num_steps=9, leftovers="keep", max_staleness=4),
         ]
-        self.rule = SYNCHRONOUS if self.listens in ("eptree", "treepo") else draw.choice(rules)
+        self.rule = SYNCHRONOUS if self.listens in ("eptree", "treepo", "latr") else draw.choice(rules)
         if self.listens == "environment" and self.rule.leftovers == "discard":
             self.rule = SYNCHRONOUS  # this environment would answer what has been discarded
         self.roominess = draw.choice([None, 1.0, 1.5, 2.5, 4.0])  # of the memory of one completion; None for enough
@@ -186,6 +187,7 @@ class Case:
             "environment": partial(Environment, 3),
             "eptree": lambda: fresh(EPTree(2, 1, 2)),
             "treepo": lambda: fresh(TreePO(width=4, segment=5)),
+            "latr": lambda: fresh(LookAhead(width=4, least=0.1, gap=0.2, look_ahead=3)),
         }
         return [watching, *([others[listens]()] if listens in others else [])]
 

@@ -1,5 +1,7 @@
 """Imitation of what tools and environments answered (ECHO, ``echo`` of prime-rl at 559b4477).
 
+Test-time RL on trees is called ECHO too (arXiv 2602.02150), and has nothing to do with this: the plug-in ``echo_tree``.
+
 Observed tokens get a weight ``w`` in the channel ``ce``, sampled tokens none::
 
     loss = loss_rl - w / n sum_t log pi(observed token t | tokens before it)

@@ -12,7 +12,7 @@ and ``majority/reward_right`` how many rewards are. One completion alone is its 
 reward, or with ``model.eval_num_generations``.
 
 What deviates: answers are compared as text, not as mathematics; a tie has no label, where TTRL's code takes the first;
-there is no second sample of votes beyond the group, and ECHO's trees, pruning and clipping are not here.
+there is no second sample of votes beyond the group. ECHO's trees, pruning and clipping are the plug-in ``echo_tree``.
 
 Evidence: all groups of five by enumeration, in ``tests/test_majority_vote.py``. On the demo, where the majority is
 right about as often as not, it unlearns: held-out exact match is 25 points below GRPO's, on ``knights`` 32

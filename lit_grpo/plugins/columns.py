@@ -145,6 +145,9 @@ COLUMNS: Mapping[str, Column] = {
     ),
     "turn_advantage": Column("turn", "on_batch", Numbers("float32"), _CREDIT),
     "token_advantage": Column("trained token", "on_batch", Numbers("float32"), _CREDIT),
+    "epsilon": Column(
+        "trained token", "on_batch", Numbers("float32", Limit(ge=0, finite=True)), "where ratios are clipped"
+    ),
     "ce_weight": Column("token", "on_batch", Numbers("float32"), _IMITATION, _AGREED),
     "candidates": Column("trained token", "on_batch", None, _FURTHER, _AGREED, by_rows=False),
     # before each optimizer step

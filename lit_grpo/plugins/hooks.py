@@ -202,6 +202,7 @@ WHOLE_RUN = {
     **dict.fromkeys(("first_round", "next_round", "shared_round"), "spends the completions of all prompts"),
     "batch_size": "decides how many prompts a batch has",
     "observes": "looks at hidden states of all completions",
+    "likeliest": "looks at the distributions of all tokens",
     "on_step": "acts on all requests of a rollout",  # unless it leads those that it is asked for, by on_turn
 }
 """Hooks that cannot be limited to data sets: what a plug-in that overrides one does, after its name."""
@@ -545,6 +546,7 @@ HOOKS: Mapping[str, Form] = {
     "close": Nothing(),
     # a rollout
     "observes": Instance("lit_grpo.plugins.ObservationPoint", optional=True),
+    "likeliest": Single(Number),
     "waits_in_time": Instance("builtins.bool"),
     "on_rollout_start": Nothing(),
     "on_requests": Asked(),

@@ -153,6 +153,15 @@ class Listener:
         """
         return None
 
+    @property
+    def likeliest(self) -> int:
+        """Return how many of the likeliest tokens it looks at, of each distribution that a token is drawn from.
+
+        :meth:`on_step` then finds them in ``events.likeliest``, and no step brings a request several tokens. 0 if it
+        does not look.
+        """
+        return 0
+
     def on_rollout_start(self, ledger: RequestLedger) -> None:
         """A rollout begins; ``ledger`` tells what is in work for as long as it lasts.
 

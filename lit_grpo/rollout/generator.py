@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from lit_grpo.scheduling.layouts import Blocks, KVLayout
-from lit_grpo.types import Observation, StepEvents
+from lit_grpo.types import Likeliest, Observation, StepEvents
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +23,7 @@ __all__ = [
     "Decoder",
     "GenerationError",
     "Generator",
+    "Likeliest",
     "Observation",
     "Scorer",
     "StepEvents",
@@ -56,12 +57,14 @@ class Decoder(Protocol):
     ``feature_points`` are the numbers of tokens at which its steps report observations; they may be set while nothing
     is in flight. ``keeps_ended`` says, likewise, that completions which end may go on, or others begin within them, so
     that keys and values are worth keeping until their prompt is released. ``one_by_one`` says that somebody looks at
-    each number of tokens, so that no step is to bring a request several.
+    each number of tokens, so that no step is to bring a request several. ``num_likeliest`` is how many of the likeliest
+    tokens of each distribution a step reports, 0 for no report.
     """
 
     feature_points: tuple[int, ...]
     keeps_ended: bool
     one_by_one: bool
+    num_likeliest: int
 
     @property
     def version(self) -> int:
@@ -116,6 +119,7 @@ class Generator(Decoder, Protocol):
       weights, where :class:`lit_grpo.policy.spec.PolicySpec` asks for that.
     - ``policy_dtype``: it computes in the type of the policy's weights, so in float32 its scores are the policy's.
     - ``hidden_states``: the features of its observations are the policy's last hidden states.
+    - ``likeliest``: its steps report the likeliest tokens of the distributions that tokens were drawn from.
     """
 
     abilities: frozenset[str]

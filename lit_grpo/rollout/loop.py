@@ -103,6 +103,7 @@ class RolloutLoop:
         capacity = self._capacity = self.generator.capacity()
         traits = {trait for listener in self.listeners for trait in listener.traits}
         forks, self.generator.one_by_one = "forks" in traits, "by_progress" in traits
+        self.generator.num_likeliest = max([ask(each, "likeliest") for each in self._hearing["likeliest"]], default=0)
         # Prompts are kept until their groups are whole: for forks, and once there are requests of several turns.
         self._keeps_prompts = self.generator.keeps_ended = forks
         points = self.points if self.points and len(self.buffer.unfinished) > capacity.slots else ()

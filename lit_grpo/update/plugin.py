@@ -145,8 +145,8 @@ class Batch(GroupBatch):
             column: A name of :data:`lit_grpo.plugins.columns.COLUMNS` that the plug-in declares in ``writes``:
                 ``chosen``, whether the rollout is trained on, by comparison within its group; ``advantage``;
                 ``trained``, whether it is trained on, by comparison within the batch; ``turn_advantage``, a number for
-                each turn; ``token_advantage`` and ``old_logprob``, a number for each token that is trained on;
-                ``ce_weight``, for each token the weight of its negative log-likelihood, observed tokens among them;
+                each turn; ``token_advantage``, ``epsilon`` and ``old_logprob``, a number for each token that is trained
+                on; ``ce_weight``, for each token the weight of its negative log-likelihood, observed tokens among them;
                 ``candidates``, two tensors with the ids and values of K further tokens at each place, perhaps with a
                 value of all other tokens after these.
             rollout: Rollout of this batch, whose column is written.

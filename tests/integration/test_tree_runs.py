@@ -11,9 +11,12 @@ from conftest import read_metrics, table_rows
 from lit_grpo.cli.command_line import run
 
 TOOL = "{environments: {tools: [lit_grpo.tasks.calculator.calculate], max_turns: 3, tool_timeout_s: 10}}"
+UNSURE = "top: 2, depth: 0, low: 0.05, high: 0.3, rise: 0.0, unsure: 0.499"
 RUNS = {
     "eptree": ("arithmetic", 6, "[{eptree: {tokens: 2, rounds: 1, branches: 2}}]", 30),
     "treepo": ("arithmetic", 4, "[{treepo: {width: 16, segment: 6}}]", 16),
+    "latr": ("arithmetic", 4, "[{latr: {width: 16, least: 0.02, gap: 1.0, look_ahead: 6}}]", 16),
+    "echo_tree": ("arithmetic", 4, f"[{{echo_tree: {{width: 16, {UNSURE}}}}}]", 16),
     "arpo": ("calculator", 4, f"[{TOOL}, {{arpo: {{width: 8}}}}]", 8),
     "aepo": ("calculator", 4, f"[{TOOL}, {{aepo: {{width: 8}}}}]", 8),
     "trace": ("calculator", 4, f"[{TOOL}, {{trace: {{width: 8}}}}]", 8),

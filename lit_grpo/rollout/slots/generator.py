@@ -18,7 +18,7 @@ from lit_grpo.policy.sharding import gather
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights, digest
 from lit_grpo.rollout.generator import Capacity, Observation, StepEvents
-from lit_grpo.rollout.sampling import sample_tokens
+from lit_grpo.rollout.sampling import distribution, sample_tokens
 from lit_grpo.rollout.slots.attention import KVShape
 from lit_grpo.rollout.slots.binding import check_slot_support, row_attention, slot_context
 from lit_grpo.rollout.slots.copies import check_packing
@@ -85,7 +85,7 @@ class SlotGenerator(Versioned):
             prediction, as Qwen3.5 has one, which needs a number of ``drafts``.
     """
 
-    abilities: frozenset[str] = frozenset({"entropies", "hidden_states", "images"})
+    abilities: frozenset[str] = frozenset({"entropies", "hidden_states", "images", "likeliest"})
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class SlotGenerator(Versioned):
         self.packed_weights = packed_weights
         self.feature_points: tuple[int, ...] = ()
         self.keeps_ended = self.one_by_one = self.runs_ahead = False
+        self.num_likeliest = 0
         self.budget: KVBudget | None = None
         self._policy: PreTrainedModel | None = None
         self._mode: DecodingMode | None = None
@@ -406,7 +407,7 @@ class SlotGenerator(Versioned):
                     step.ready.synchronize()
                 for keys, features_BF in shown:
                     events.observations.append(Observation(keys, 0, features_BF.numpy()))
-                tokens_B, observations = self._rows.take(step, self.feature_points)
+                tokens_B, observations, events.likeliest = self._rows.take(step, self.feature_points)
                 events.num_active = events.num_tokens = len(tokens_B)
                 events.observations += observations
                 self._finish(step, tokens_B, events)
@@ -563,7 +564,7 @@ class SlotGenerator(Versioned):
         """
         rows, drafter = self._rows, self._drafter
         assert drafter is not None
-        if self.one_by_one:
+        if self.one_by_one or self.num_likeliest:
             return np.zeros(num_decoded, dtype=np.int64)
         sampled_B = rows.sampled[:num_decoded] + num_ahead
         stops = np.array([*sorted(self.feature_points), self._sampling.max_tokens])
@@ -598,7 +599,7 @@ class SlotGenerator(Versioned):
         num_decoded = len(rows.requests) - len(entering)
         arrays, hidden = rows.inputs(num_decoded, num_ahead=num_ahead, draft=draft), []
         ahead: StatesAhead | None = None
-        if before is not None and before.places != [*range(before.bits_3B.shape[1])]:
+        if before is not None and before.places != [*range(before.bits_FB.shape[1])]:
             arrays["places"] = np.array(before.places)
         if num_decoded:
             if draft is None:
@@ -606,7 +607,7 @@ class SlotGenerator(Versioned):
             else:
                 inputs = cache.prepare(rows.counts[draft.rows_N] - 1 + draft.ahead_N, arrays, draft.rows_N)
             longest = int(arrays["positions"].max())
-            tokens_B = inputs["tokens"] if before is None else before.bits_3B[0].view(torch.int32).long()
+            tokens_B = inputs["tokens"] if before is None else before.bits_FB[0].view(torch.int32).long()
             if "places" in inputs:
                 tokens_B = tokens_B.index_select(0, inputs["places"])
             positions_B = inputs["positions"]
@@ -640,9 +641,14 @@ class SlotGenerator(Versioned):
 
         That is in one piece where no row is at a point at which it is observed, because every copy is a launch.
         """
-        tokens_B, *others = sample_tokens(self._head(hidden_BD), self._sampling, uniform_B)
-        bits_3B = torch.stack([tokens_B.int().view(torch.float32), *others])
-        step = SampledStep(bits_3B, hidden_BD, [self._to_host(bits_3B)], [*range(len(hidden_BD))], draft=draft)
+        logits_BV = self._head(hidden_BD)
+        tokens_B, *others = sample_tokens(logits_BV, self._sampling, uniform_B)
+        if self.num_likeliest:
+            number = min(self.num_likeliest, logits_BV.shape[-1])
+            logprobs_BK, ids_BK = distribution(logits_BV, self._sampling).topk(number)
+            others += [*ids_BK.int().view(torch.float32).T, *logprobs_BK.T]
+        bits_FB = torch.stack([tokens_B.int().view(torch.float32), *others])
+        step = SampledStep(bits_FB, hidden_BD, [self._to_host(bits_FB)], [*range(len(hidden_BD))], draft=draft)
         if draft is not None:
             del step.places[len(draft.tokens_BK) : len(draft.rows_N)]
         sampled_B = self._rows.sampled[first : first + len(step.places)] + num_ahead

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lit_grpo.rollout.generator import Observation
+from lit_grpo.rollout.generator import Likeliest, Observation
 from lit_grpo.rollout.sampling import request_key, uniform
-from lit_grpo.types import Request, Trajectory
+from lit_grpo.types import Key, Request, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,9 +25,10 @@ class SampledStep:
     """A token of each row, and one after each token that rows try, which the device samples and sends to the host.
 
     Attributes:
-        bits_3B: On the device, float32, shape (3, places): tokens as the bits of int32, log-probs, and entropies.
+        bits_FB: On the device, float32, shape (3 + 2 K, places): tokens as the bits of int32, log-probs, and entropies;
+            then the K likeliest tokens, if anybody looks at them, as such bits, and their log-probs.
         hidden_BD: The hidden states that the tokens come from.
-        arriving: ``bits_3B`` on the host, in parts.
+        arriving: ``bits_FB`` on the host, in parts.
         places: The place of each row, which may have moved since.
         shown: By place, the hidden states on the host of rows that are observed.
         ready: Event after which all of it has arrived; None where that is so.
@@ -35,7 +36,7 @@ class SampledStep:
         ahead: With these the states of the policy's layers after each of them, if layers have states.
     """
 
-    bits_3B: torch.Tensor
+    bits_FB: torch.Tensor
     hidden_BD: torch.Tensor
     arriving: list[torch.Tensor]
     places: list[int]
@@ -49,8 +50,8 @@ class SampledStep:
 
     def join(self, later: SampledStep) -> None:
         """Take in tokens of the same step that rows after all others get."""
-        first = self.bits_3B.shape[1]
-        self.bits_3B = torch.cat([self.bits_3B, later.bits_3B], 1)
+        first = self.bits_FB.shape[1]
+        self.bits_FB = torch.cat([self.bits_FB, later.bits_FB], 1)
         self.hidden_BD = torch.cat([self.hidden_BD, later.hidden_BD])
         self.arriving += later.arriving
         self.places += [first + place for place in later.places]
@@ -128,7 +129,7 @@ class TokenRows:
                 arrays["tokens"] = self._tokens[self._index[:num_decoded], last]
         return arrays
 
-    def take(self, step: SampledStep, points: Sequence[int]) -> tuple[np.ndarray, list[Observation]]:
+    def take(self, step: SampledStep, points: Sequence[int]) -> tuple[np.ndarray, list[Observation], Likeliest | None]:
         """Give each row its token of a step.
 
         Args:
@@ -136,13 +137,14 @@ class TokenRows:
             points: Numbers of sampled tokens at which the policy's hidden states are observed; 0 is for prompts alone.
 
         Returns:
-            The tokens, and what is observed of rows that were at one of the points.
+            The tokens, what is observed of rows that were at one of the points, and what tokens were drawn from, if
+            anybody looks at that.
 
         Raises:
             FloatingPointError: A token has no log-prob.
         """
         rows, observations = len(self.requests), list[Observation]()
-        bits_B, logprobs_B, entropies_B = torch.cat(step.arriving, 1).numpy()[:, step.places]
+        bits_B, logprobs_B, entropies_B, *drawn = torch.cat(step.arriving, 1).numpy()[:, step.places]
         tokens_B = bits_B.view(np.int32).astype(np.int64)
         if np.isnan(logprobs_B).any():
             raise FloatingPointError(
@@ -165,7 +167,11 @@ class TokenRows:
         self._entropy_sums[:rows] += entropies_B
         self.counts[:rows] += 1
         self.sampled[:rows] += 1
-        return tokens_B, observations
+        if not drawn:
+            return tokens_B, observations, None
+        ids_KB, logprobs_KB = np.split(np.stack(drawn), 2)
+        keys, ids_BK = [request.key for request in self.requests], ids_KB.view(np.int32).T
+        return tokens_B, observations, Likeliest(keys, tokens_B, entropies_B, ids_BK, logprobs_KB.T, self.come_to)
 
     def take_drafted(
         self, step: SampledStep, last_B: np.ndarray, stopped_B: np.ndarray, accepted_B: np.ndarray
@@ -227,6 +233,10 @@ class TokenRows:
         num_sampled = count - prefix.num_tokens + prefix.num_sampled
         entropy = float(self._entropy_sums[row]) / max(num_sampled, 1)
         return Trajectory(self._tokens[row, :count], self._logprobs[row, :count], versions_T, trained_T, entropy)
+
+    def come_to(self, key: Key) -> Trajectory:
+        """Return what the request in some row has come to."""
+        return self.trajectory([request.key for request in self.requests].index(key))
 
     def remove(self, row: int) -> None:
         """Free a row: the last one takes its place."""

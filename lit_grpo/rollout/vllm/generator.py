@@ -92,6 +92,7 @@ class EngineGenerator(Versioned, ABC):
         self.weights_folder: str | None = None  # in which files of weights lie, or shared memory
         self.feature_points: tuple[int, ...] = ()
         self.one_by_one = False
+        self.num_likeliest = 0
         self.keeps_ended = False  # vLLM caches prefixes anyway
         self._policy: PolicySpec | None = None
         self._made_for = ""

@@ -125,6 +125,7 @@ class ReplayGenerator:
     version = 0
     feature_points: tuple[int, ...] = ()
     keeps_ended = one_by_one = False
+    num_likeliest = 0
 
     def __init__(self, engine: Engine, lengths: dict[Key, int]) -> None:
         self._engine, self._lengths = engine, lengths

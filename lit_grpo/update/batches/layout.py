@@ -346,6 +346,7 @@ def _place(
 OF_TOKENS: Mapping[str, float] = {
     "reference_logprob": math.nan,
     "old_logprob": math.nan,
+    "epsilon": math.nan,
     "mask": True,
     "weight": 1.0,
     **dict.fromkeys(OF_CANDIDATES, math.nan),

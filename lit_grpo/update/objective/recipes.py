@@ -25,12 +25,16 @@ def clipped(
 
     PPO, arXiv 1707.06347, eq. 7; the asymmetric upper bound is DAPO's clip-higher, arXiv 2503.14476. ``delta`` is dual
     clip's c (arXiv 1912.09729, eq. 5; TRL's ``delta``): a bad token that has become likelier counts at most delta-fold.
+    The column ``epsilon`` of a token takes the place of both epsilons, where it is not NaN.
     """
     ratio_N, advantages_N = log_ratio_N.exp(), tokens.advantages_N
-    bounded_N = ratio_N.clamp(1 - epsilon, 1 + epsilon_high)
+    low, high = 1 - epsilon, 1 + epsilon_high
+    if (own_N := tokens.columns.get("epsilon")) is not None:
+        low, high = torch.where(own_N.isnan(), low, 1 - own_N), torch.where(own_N.isnan(), high, 1 + own_N)
+    bounded_N = ratio_N.clamp(low, high)
     free_N = ratio_N if delta is None else ratio_N.clamp(max=delta)
     loss_N = -torch.minimum(free_N * advantages_N, bounded_N * advantages_N)
-    return loss_N, clip_metrics(ratio_N, advantages_N, 1 - epsilon, 1 + epsilon_high)
+    return loss_N, clip_metrics(ratio_N, advantages_N, low, high)
 
 
 def gradient_preserving(
