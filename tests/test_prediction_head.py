@@ -87,7 +87,7 @@ def test_it_computes_the_published_formula_and_nothing_sees_the_first_token(base
 WRONG: dict[str, tuple[Tensors, str]] = {
     "none": ({}, r"holds no layer of multi-token prediction \(mtp.fc.weight\).*take a policy that has one"),
     "other sizes": ({"mtp.fc.weight": torch.ones(4, 6)}, r"fc.weight is of shape \(4, 6\) in .* and of shape \(80"),
-    "one more": ({"mtp.layers.0.mlp.router.weight": torch.ones(4)}, r"router.weight is of shape \(4,\) .* and absent in"),
+    "one more": ({"mtp.layers.0.mlp.router.weight": torch.ones(4)}, r"router.weight is of shape \(4,\) .* and absent"),
 }  # fmt: skip
 
 

@@ -75,8 +75,7 @@ class TrainMTP(Plugin):
         self._layer.train_in(run.policy)
         self._optimizer = torch.optim.AdamW(self._layer.parameters(), self.learning_rate, weight_decay=0.0)
         if self._state:
-            self._layer.load_state_dict(self._state["layer"])
-            self._optimizer.load_state_dict(self._state["optimizer"])
+            self._optimizer.load_state_dict(self._state)
 
     def on_minibatch(self, step: Step) -> None:
         self._temperature = next((each.completion.request.sampling.temperature for each in step.rollouts), 1.0) or 1.0
@@ -132,7 +131,7 @@ class TrainMTP(Plugin):
     def state_dict(self) -> dict[str, Any]:
         if "_optimizer" not in vars(self):  # nothing has been trained yet
             return self._state
-        return {"layer": self._layer.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = state

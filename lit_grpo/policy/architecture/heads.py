@@ -89,14 +89,12 @@ class PredictionHead(torch.nn.Module):
                     "of its config.json, so its own heads cannot draft; put the config of these weights beside them, "
                     "or leave the heads out."
                 )
-        self._stored = {name: tensor.dtype for name, tensor in tensors.items()}
         self.to(model.device, model.dtype).requires_grad_(False).eval()
         self.load_state_dict(tensors)
 
     def train_in(self, model: PreTrainedModel) -> None:
-        """Let the weights be trained, and exports of the policy take them from here."""
-        self.requires_grad_(True)
-        object.__setattr__(model, TRAINED, self.stored)
+        """Let the weights be trained; exports and checkpoints of the policy have them from now on."""
+        object.__setattr__(model, TRAINED, self.requires_grad_(True))
 
     def forward(
         self,
@@ -132,8 +130,8 @@ class PredictionHead(torch.nn.Module):
         return self.norm(out[0] if isinstance(out, tuple) else out)
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """Return its weights with the names and dtypes that they have in files."""
-        return {f"{_BEGIN}{name}": one.detach().to(self._stored[name]) for name, one in self.state_dict().items()}
+        """Return its weights with the names that they have in files."""
+        return {f"{_BEGIN}{name}": one.detach() for name, one in self.state_dict().items()}
 
 
 def _attention(
