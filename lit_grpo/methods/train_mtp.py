@@ -106,8 +106,8 @@ class TrainMTP(Plugin):
         source_N, target_ids_N = (tokens.columns[name][there_N] for name in ("source", "target_id"))
         head = linear_head(self._policy)
         assert head is not None
-        weight_VD, bias_V = (each if each is None else each.detach() for each in (head.weight_VD, head.bias_V))
-        fixed = LinearHead(weight_VD, bias_V, head.scale, head.cap)
+        bias_V = None if head.bias_V is None else head.bias_V.detach()
+        fixed = LinearHead(head.weight_VD.detach(), bias_V, head.scale, head.cap)
         loss = -linear_logprobs(u_TD[source_N], target_ids_N, fixed, self._temperature)[0].sum()
         loss.backward()
         self._sums += torch.stack([loss.detach(), there_N.sum()])

@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 
 from lit_grpo.policy.architecture.attention import OwnAttention
 from lit_grpo.policy.architecture.decoder import decoder_of
-from lit_grpo.policy.architecture.unread import TRAINED, Unread, find_unread
+from lit_grpo.policy.architecture.unread import TRAINED, find_unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,31 +43,27 @@ def prediction_head(model: PreTrainedModel) -> PredictionHead:
     """
     found = vars(model).get(_KNOWN)
     if found is None:
-        found = PredictionHead(model, find_unread(model))
+        found = PredictionHead(model)
         object.__setattr__(model, _KNOWN, found)  # no part of the model: neither trained, synced nor saved with it
     return found.to(model.device)
 
 
 class PredictionHead(torch.nn.Module):
-    """A layer of multi-token prediction, with the weights of the policy's files.
+    """A layer of multi-token prediction, with the weights of the policy's files; see :func:`prediction_head`.
 
     Args:
         model: The policy, whose embedding, rotary positions and classes it uses.
-        unread: Tensors of the policy's files that are no part of the model.
-
-    Raises:
-        ValueError: There are no such tensors, or they have other names or shapes than the policy's layers have.
     """
 
-    def __init__(self, model: PreTrainedModel, unread: Unread) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         decoder: Any = decoder_of(model)
-        kind, config = type(model).__name__, copy.deepcopy(decoder.config)
-        tensors = {name.removeprefix(_BEGIN): one for name, one in unread.read() if name.startswith(_BEGIN)}
+        config, read = copy.deepcopy(decoder.config), find_unread(model).read()
+        tensors = {name.removeprefix(_BEGIN): one for name, one in read if name.startswith(_BEGIN)}
         if "fc.weight" not in tensors:
             raise ValueError(
-                f"{model.name_or_path or kind} holds no layer of multi-token prediction (mtp.fc.weight), so its own "
-                "heads cannot draft; take a policy that has one, or leave the heads out."
+                f"{model.name_or_path or type(model).__name__} holds no layer of multi-token prediction "
+                "(mtp.fc.weight), so its own heads cannot draft; take a policy that has one, or leave the heads out."
             )
         number = max(n for n, layer in enumerate(decoder.layers) if hasattr(layer, "self_attn"))
         self._decoder = (decoder,)  # no part of this module
@@ -106,14 +102,10 @@ class PredictionHead(torch.nn.Module):
     ) -> torch.Tensor:
         """Return ``u`` of each token, shape (rows, T, hidden size).
 
-        Args:
-            hidden_BTD: The hidden state before each token: the policy's last one, or for a further token what this
-                returned. It gets no gradient, and neither do the embeddings.
-            tokens_BT: Ids of the tokens.
-            positions_BT: Their positions.
-            attend: The attention. Keys and queries are ``MORE_KEYS`` numbers longer than values.
-            is_first_BT: Tokens without a hidden state before them; by default those at position 0. What is computed of
-                them is never seen from later tokens, and has no meaning.
+        ``hidden_BTD`` is the hidden state before each token: the policy's last one, or for a further token what this
+        returned. It gets no gradient, and neither do the embeddings. ``attend`` gets keys and queries that are
+        ``MORE_KEYS`` numbers longer than values. No token sees those of ``is_first_BT``, which have no hidden state
+        before them: by default those at position 0.
         """
         with torch.no_grad():
             embedded = self._decoder[0].embed_tokens(tokens_BT)
@@ -135,25 +127,16 @@ class PredictionHead(torch.nn.Module):
 
 
 def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    attend: Attend,
-    is_first_BT: torch.Tensor,
-    scaling: float | None = None,
-    **others: Any,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Let ``attend`` mix the values, in the signature of Hugging Face attention functions.
 
     A number more in queries and keys gives the sequence's first token, where the layer has nothing to compute from, a
     score so low that its weight is 0.
     """
-    if any(others.get(name) is not None for name in ("softcap", "sliding_window", "s_aux")):
+    if any(options.get(name) is not None for name in ("softcap", "sliding_window", "s_aux")):
         raise OwnAttention("the layer of multi-token prediction has a window, a cap or sinks")
-    size, scaling = query.shape[-1], float(query.shape[-1] ** -0.5) if scaling is None else scaling
+    size, scaling = query.shape[-1], options.get("scaling") or query.shape[-1] ** -0.5
     query, key = (pad(each.to(value.dtype), (0, MORE_KEYS)) for each in (query, key))
-    query[..., size], key[..., size] = 1.0, is_first_BT[:, None] * _HIDDEN
-    return attend(query, key, value, scaling).transpose(1, 2), None
+    query[..., size], key[..., size] = 1.0, options["is_first_BT"][:, None] * _HIDDEN
+    return options["attend"](query, key, value, scaling).transpose(1, 2), None

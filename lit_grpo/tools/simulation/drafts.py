@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import takewhile
 from operator import eq
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +13,6 @@ from lit_grpo.rollout.slots.drafts.suffix import SuffixDrafter
 from lit_grpo.tools.simulation.simulator import Engine, ReplayGenerator
 from lit_grpo.tools.simulation.traces import LARGEST, Trace
 from lit_grpo.types import GroupKey, Key, Prompt, Request, StepEvents
-
-if TYPE_CHECKING:
-    from lit_grpo.rollout.slots.rows import TokenRows
 
 MOST_QUERIES = 256
 """As in ``lit_grpo.rollout.slots.generator``, which brings torch."""
@@ -56,7 +52,8 @@ class DraftingReplay(ReplayGenerator):
         if engine.kv_tokens is not None:
             raise ValueError("Drafts are tried while memory is no concern: give --drafts or --kv_tokens, not both.")
         super().__init__(engine, dict(zip(trace.keys, trace.lengths.tolist(), strict=True)))
-        self._drafter, self._seen = drafter, cast("TokenRows", self)
+        self._drafter = drafter
+        self._seen: Any = self
         self._texts = {key: text for key, (_, text) in zip(trace.keys, trace.texts, strict=True)}
         self.requests, self._incoming = list[Request](), list[Request]()
         self.counts = self.sampled = np.zeros(engine.num_slots, dtype=np.int64)
@@ -134,7 +131,7 @@ class DraftingReplay(ReplayGenerator):
         tried_B, self._accepted_B = np.zeros((2, num_decoded), dtype=np.int64)
         for row, (request, drafted) in enumerate(zip(requests, proposals, strict=True)):
             to_come = self._texts[request.key][counts_B[row] : -1]  # the last one is left to sample
-            tried_B[row], self._accepted_B[row] = len(drafted), sum(takewhile(bool, map(eq, drafted, to_come)))
+            tried_B[row], self._accepted_B[row] = len(drafted), [*map(eq, drafted, to_come), False].index(False)
         num_read = int((tried_B * (prompts_B + counts_B + 1) + tried_B * (tried_B + 1) // 2).sum())
         beyond = {requests[row].key: int(self._accepted_B[row]) for row in np.flatnonzero(self._accepted_B)}
         return beyond, int(tried_B.sum()), num_read, waits

@@ -30,8 +30,7 @@ class Heads(Drafter):
     Its keys and values are those of one more layer in the slots' cache, and the hidden state of a row's last token that
     has been through the policy is one more state of the row. So prompts share them, and forks, resumed requests and
     rows that move take them along. A token is drafted by the random number of its own position, from the layer's
-    distribution under the run's sampling parameters: the closer that is to the policy's, the more often the two draw
-    the same token. The layer may be of an earlier policy: that costs accepted tokens, and changes no sample.
+    distribution under the run's sampling parameters: the closer that is to the policy's, the more often the two agree.
 
     Args:
         policy: The policy, whose layers have states.
@@ -85,15 +84,8 @@ class Heads(Drafter):
         self._run(cache, before_BTD, tokens_BT, positions_BT)
         own[HIDDEN][: len(last_BD)] = last_BD
 
-    def _run(
-        self, cache: Attention, before_BTD: torch.Tensor, tokens_BT: torch.Tensor, positions_BT: torch.Tensor
-    ) -> torch.Tensor:
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-            return cache.attend(self._number, AttentionInputs(query, key, value, scaling))
-
-        return self._layer(before_BTD, tokens_BT, positions_BT, attend)
-
-    # ---- a drafter ----------------------------------------------------------------------------------
+    def _run(self, cache: Attention, *of_tokens: torch.Tensor) -> torch.Tensor:
+        return self._layer(*of_tokens, lambda *inputs: cache.attend(self._number, AttentionInputs(*inputs)))
 
     def draft(
         self, rows: TokenRows, most_B: np.ndarray, cache: SlotCache, sampling: SamplingParams
