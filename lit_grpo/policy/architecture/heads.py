@@ -111,15 +111,8 @@ class PredictionHead(torch.nn.Module):
             embedded = self._decoder[0].embed_tokens(tokens_BT)
             angles = self._decoder[0].rotary_emb(embedded, positions_BT)
         normed = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden_BTD.detach())
-        out = self.layers[0](
-            self.fc(torch.cat(normed, -1)),
-            position_embeddings=angles,
-            attention_mask=None,
-            position_ids=positions_BT,
-            attend=attend,
-            is_first_BT=positions_BT == 0 if is_first_BT is None else is_first_BT,
-        )
-        return self.norm(out[0] if isinstance(out, tuple) else out)
+        own = {"attend": attend, "is_first_BT": positions_BT == 0 if is_first_BT is None else is_first_BT}
+        return self.norm(self.layers[0](self.fc(torch.cat(normed, -1)), position_embeddings=angles, **own))
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Return its weights with the names that they have in files."""
