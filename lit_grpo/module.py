@@ -47,6 +47,7 @@ from lit_grpo.plugins import UPDATE_HOOKS, Plugin, RunFacts, ask, overriding
 from lit_grpo.policy.adapters import LoraSettings, add_adapters, check_can_be_shards, go_on_with, has_adapters
 from lit_grpo.policy.architecture.decoder import attention_name, context_length
 from lit_grpo.policy.architecture.support import check_policy
+from lit_grpo.policy.architecture.unread import TRAINED
 from lit_grpo.policy.architecture.vision import give_vision
 from lit_grpo.policy.frozen import check_base, fingerprint, recorded_name, without_frozen
 from lit_grpo.policy.loading import as_loaded, embeddings, load_policy, load_tokenizer, load_vision
@@ -524,6 +525,8 @@ class GRPOModule(EvaluationModule):
         gather_for_sampling(self.policy)  # its shards have been saved, and may be decoded with next
         checkpoint["state_dict"] = self._kept(checkpoint["state_dict"])
         checkpoint |= {} if self._base is None else {"base": self._base}
+        if (head := vars(self.policy).get(TRAINED)) is not None:
+            checkpoint["drafts"] = head.state_dict()
         checkpoint["format"], checkpoint["policy_version"], checkpoint["told"] = FORMAT, self.policy_version, self._told
         names = {source: sorted(names) for source, names in self._names_logged.items()}
         checkpoint["logged"] = (names, self._batch_watch.state_dict())
@@ -544,6 +547,12 @@ class GRPOModule(EvaluationModule):
             check_form(checkpoint, path, resumes=True)
         self.check_fits(checkpoint, path)
         self.policy_version = checkpoint["policy_version"]
+        if "drafts" in checkpoint:
+            from lit_grpo.policy.architecture.heads import prediction_head
+
+            head = prediction_head(self.policy)
+            head.load_state_dict(checkpoint["drafts"])
+            head.train_in(self.policy)
         if learner is not None:
             learner.load_state_dict(checkpoint)
             names, watch = checkpoint["logged"]

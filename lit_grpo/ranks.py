@@ -71,8 +71,8 @@ class Ranks:
             warn(message, stacklevel=3)
 
     def _reduce(self, value: float | torch.Tensor, operation: str) -> torch.Tensor:
-        numbers = value.tolist() if isinstance(value, torch.Tensor) else value
-        reduced = torch.tensor(numbers, dtype=torch.float64)
+        on_host = value.detach().cpu() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+        reduced = on_host.to(torch.float64, copy=True)
         if self.size > 1:
             reduced = reduced.to(self._exchange)
             distributed.all_reduce(reduced, getattr(distributed.ReduceOp, operation))

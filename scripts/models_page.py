@@ -73,9 +73,9 @@ an adapter alone are without them. If the files have no such layers, hold them q
 the `config.json` of the export counts none, and a message says so.
 
 The plug-in `train_mtp` trains such a layer of Qwen3.5 along (`rollout.plugins: [train_mtp]`), by the cross-entropy of
-what the policy samples. It has an optimizer of its own, and the policy's gradient is what it is without. The policy
-that `fit` writes at its end has the trained layer; `export` from a checkpoint has the base's. The slots draft with the
-layer if [`drafter: heads`](scheduler.md#drafts) is set.
+what the policy samples. It has an optimizer of its own, and the policy's gradient is what it is without. Checkpoints
+have the trained layer, and so have the exports of `fit`, `export` and `finish`. The slots draft with the layer if
+[`drafter: heads`](scheduler.md#drafts) is set.
 
 Other tensors that the model has no place for, such as a critic's head or the vision tower of a model that is trained on
 text alone, are left out. The first lines of a run name both kinds. Layers past those that `config.json` counts are

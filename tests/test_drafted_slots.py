@@ -23,6 +23,7 @@ from test_running_ahead import (
     Case,
     Result,
     decode,
+    interrupt,
     make,
     small_pieces,
 )
@@ -180,27 +181,9 @@ def test_memory_that_runs_out_in_a_drafted_step_sets_aside_what_was_told(
 @pytest.mark.parametrize("call", [2, 6])
 @pytest.mark.parametrize(("owner", "name"), [(Guesses, "draft"), (SlotCache, "roll_back"), (TokenRows, "take_drafted")])
 def test_an_interrupt_in_a_drafted_step_leaves_nothing_in_flight(
-    owner: Any,
-    name: str,
-    call: int,
-    generator: SlotGenerator,
-    policies: dict[bool, Any],
-    tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    owner: Any, name: str, call: int, generator: SlotGenerator, policies: dict[bool, Any], tokenizer: Any
 ) -> None:
-    original, count = getattr(owner, name), 0
-
-    def interrupting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == call:
-            raise KeyboardInterrupt
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            decode(generator, REQUESTS)
+    interrupt(generator, owner, name, call)
     assert generator.capacity().kv_tokens_in_use == 0 and generator.capacity().free_slots == 4
     assert decode(generator, REQUESTS) == decode(make(policies[False], tokenizer, ahead=False), REQUESTS)
 

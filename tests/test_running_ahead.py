@@ -380,13 +380,8 @@ def test_nan_is_told_in_its_own_step_and_no_token_of_it(policies: dict[bool, Any
     assert generator._launched is None and generator.capacity().free_slots == 4
 
 
-@pytest.mark.parametrize("call", [3, 4])
-@pytest.mark.parametrize("owner", [SlotGenerator, SlotCache, TokenRows])
-def test_an_interrupt_leaves_no_step_in_flight(
-    owner: Any, call: int, policies: dict[bool, Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = make(policies[False], tokenizer)
-    name = {SlotGenerator: "_decode", SlotCache: "prepare", TokenRows: "take"}[owner]
+def interrupt(generator: SlotGenerator, owner: Any, name: str, call: int) -> None:
+    """Decode until the call of that number to a function of a class, in which the user interrupts."""
     original, count = getattr(owner, name), 0
 
     def interrupting(*args: Any, **kwargs: Any) -> Any:
@@ -396,10 +391,19 @@ def test_an_interrupt_leaves_no_step_in_flight(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    expected = decode(make(policies[False], tokenizer), REQUESTS)
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, interrupting)
         with pytest.raises(KeyboardInterrupt):
             decode(generator, REQUESTS)
+
+
+@pytest.mark.parametrize("call", [3, 4])
+@pytest.mark.parametrize("owner", [SlotGenerator, SlotCache, TokenRows])
+def test_an_interrupt_leaves_no_step_in_flight(
+    owner: Any, call: int, policies: dict[bool, Any], tokenizer: Any
+) -> None:
+    generator = make(policies[False], tokenizer)
+    expected = decode(make(policies[False], tokenizer), REQUESTS)
+    interrupt(generator, owner, {SlotGenerator: "_decode", SlotCache: "prepare", TokenRows: "take"}[owner], call)
     assert generator._launched is None and generator.capacity().kv_tokens_in_use == 0
     assert decode(generator, REQUESTS) == expected

@@ -15,13 +15,13 @@ from test_learner import make_learner
 from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.methods.train_mtp import TrainMTP
+from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import fresh
 from lit_grpo.policy.architecture.decoder import hidden_states, token_logits
 from lit_grpo.policy.architecture.heads import PredictionHead, prediction_head
-from lit_grpo.policy.architecture.unread import find_unread
-from lit_grpo.policy.loading import load_policy, load_tokenizer
-from lit_grpo.policy.saving import export
+from lit_grpo.policy.loading import load_policy
 from lit_grpo.ranks import Ranks
+from lit_grpo.tools.commands.export import load_checkpoint
 from lit_grpo.types import Rollout, RolloutGroup
 from lit_grpo.update.plugin import TrainingRun
 from tests.doubles.draft_layers import add_layer
@@ -86,7 +86,7 @@ def test_its_gradient_is_that_of_sequences_by_themselves_and_the_policys_is_what
     take = plugin.on_optimizer_step
 
     def watched(step: Any) -> None:
-        number = sum(float(sums[1]) for sums in plugin._sums)
+        number = float(plugin._sums[1])
         seen.update({n: one.grad / number for n, one in plugin._layer.named_parameters() if one.grad is not None})
         take(step)
 
@@ -95,7 +95,7 @@ def test_its_gradient_is_that_of_sequences_by_themselves_and_the_policys_is_what
     batch = groups(model)
     learner.learn(batch)
     assert float((steps.gradients[0] - steps_of_plain.gradients[0]).norm()) < 1e-6 * float(steps.gradients[0].norm())
-    reference = PredictionHead(policy, find_unread(model)).requires_grad_(True)
+    reference = PredictionHead(load_policy(str(base)).double()).requires_grad_(True)
     through = [each for group in batch for each in group.rollouts if each.advantage]
     loss = loss_by_sequences(policy, reference, through)
     loss.backward()
@@ -110,26 +110,33 @@ def test_its_gradient_is_that_of_sequences_by_themselves_and_the_policys_is_what
     assert policy.get_input_embeddings().weight.requires_grad
 
 
-def test_training_lowers_its_loss_exports_have_it_and_a_checkpoint_goes_on_with_it(base: Path, tmp_path: Path) -> None:
-    model, losses = load_policy(str(base)), list[float]()
-    plugin = begun(model, learning_rate=3e-3)
-    learner, _ = make_learner(double=False, policy=model, plugins=[plugin])
+def test_training_lowers_its_loss_and_exports_and_checkpoints_have_it(base: Path, tmp_path: Path) -> None:
+    module, losses = GRPOModule(str(base)), list[float]()
+    module.configure_model()
+    plugin = begun(module.policy, learning_rate=3e-3)
+    learner, _ = make_learner(double=False, policy=module.policy, plugins=[plugin])
     batch = groups(load_policy(str(base)))
     for _ in range(6):
         learner.learn(batch)
         losses.append(plugin.on_update_end(NO_BATCH)["train_mtp/loss"])
     assert losses[-1] < 0.8 * losses[0]
-    compared = export(model, load_tokenizer(str(base)), tmp_path / "out")
-    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
-    trained = prediction_head(model).stored()
-    assert compared is not None and compared.num_carried == len(trained) and before.keys() == after.keys()
-    for name, tensor in trained.items():
-        assert torch.equal(after[name], tensor) and not torch.equal(before[name], tensor)
+    saved: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(saved)
+    torch.save(saved, tmp_path / "last.ckpt")
+    loaded = load_checkpoint(tmp_path / "last.ckpt")
+    before, trained = load_file(base / "model.safetensors"), prediction_head(module.policy).stored()
+    for number, own in enumerate((module, loaded)):
+        compared = own.export(tmp_path / str(number))
+        after = load_file(tmp_path / str(number) / "model.safetensors")
+        assert compared is not None and not compared.num_carried and before.keys() == after.keys()
+        for name, tensor in trained.items():
+            assert torch.equal(after[name], tensor) and not torch.equal(before[name], tensor)
     again = fresh(TrainMTP())
     again.load_state_dict(plugin.state_dict())
-    other = load_policy(str(base))
-    again.on_train_start(TrainingRun(other, None, 6, 1, Ranks(torch.device("cpu"))))
-    assert all(torch.equal(prediction_head(other).stored()[name], one) for name, one in trained.items())
+    again.on_train_start(TrainingRun(loaded.policy, None, 6, 1, Ranks(torch.device("cpu"))))
+    for own, other in zip(plugin._layer.parameters(), again._layer.parameters(), strict=True):
+        assert torch.equal(own, other) and other.requires_grad
+        assert torch.equal(plugin._optimizer.state[own]["exp_avg"], again._optimizer.state[other]["exp_avg"])
 
 
 def test_a_policy_without_heads_is_refused_before_the_run(base: Path) -> None:

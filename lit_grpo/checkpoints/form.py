@@ -36,6 +36,7 @@ class _Policy(TypedDict):
     hyper_parameters: _Settings
     policy_version: int
     base: NotRequired[str]
+    drafts: NotRequired[dict[str, torch.Tensor]]
 
 
 class _Optimizer(TypedDict):

@@ -16,9 +16,10 @@ Evidence: the policy's gradient is the same in every bit, and drafts are accepte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,10 +28,11 @@ from torch.nn.functional import pad
 from lit_grpo.limits import Positive
 from lit_grpo.plugins import GroupBatch, Plugin, RunFacts
 from lit_grpo.policy.architecture.decoder import decoder_of
-from lit_grpo.policy.architecture.heads import MORE_KEYS, PredictionHead, prediction_head
-from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
+from lit_grpo.policy.architecture.heads import MORE_KEYS, prediction_head
+from lit_grpo.update.logprobs.linear_head import LinearHead, linear_head, linear_logprobs
 from lit_grpo.update.objective.tokens import Tokens
 from lit_grpo.update.plugin import Term, TrainingRun
+from lit_grpo.update.prefix.layout import Stretch
 from lit_grpo.update.prefix.recurrent import parents_of
 from lit_grpo.update.prefix.sharing import SharedPrefix
 from lit_grpo.update.step import Step
@@ -57,8 +59,6 @@ class TrainMTP(Plugin):
     """Learning rate of the layer's own AdamW, without weight decay, after its gradient is clipped to norm 1."""
 
     def setup(self) -> None:
-        self._watched: _Watched | None = None
-        self._sums: list[torch.Tensor] = []  # of tokens' losses and of tokens, since the last step
         self._losses: list[float] = []
         self._state: dict[str, Any] = {}
 
@@ -75,38 +75,51 @@ class TrainMTP(Plugin):
         self._layer.train_in(run.policy)
         self._optimizer = torch.optim.AdamW(self._layer.parameters(), self.learning_rate, weight_decay=0.0)
         if self._state:
-            self._layer.load_state_dict(self._state["layer"])
-            self._optimizer.load_state_dict(self._state["optimizer"])
+            self._optimizer.load_state_dict(self._state)
 
     def on_minibatch(self, step: Step) -> None:
-        temperature = next((each.completion.request.sampling.temperature for each in step.rollouts), 1.0)
-        self._watched = step["term"] = _Watched(step.policy, temperature or 1.0)
+        self._temperature = next((each.completion.request.sampling.temperature for each in step.rollouts), 1.0) or 1.0
+        self._sums = torch.zeros(2, device=step.policy.device)  # of tokens' losses and of tokens
+        step["term"] = self._watched = _Watched(step.policy)
 
     def loss(self, tokens: Tokens) -> None:
-        """Add the layer's own gradient from a micro-batch; nothing of it reaches the policy's."""
-        if self._watched is None or not len(tokens.columns["source"]):
-            return
-        logprobs_N = self._watched.logprobs(self._layer, tokens.columns["source"], tokens.columns["target_id"])
-        if len(logprobs_N):
-            total = -logprobs_N.sum()
-            total.backward()
-            self._sums.append(torch.stack([total.detach(), total.new_tensor(len(logprobs_N))]))
+        """Add the layer's own gradient from a micro-batch, of tokens that it has something to predict from."""
+        hidden_1TD, inputs = self._watched.row
+        whole: Sequence[Stretch] = inputs["shared_prefix"].stretches
+        own = [number for number, each in enumerate(whole) if not each.carried]
+        shared = SharedPrefix([whole[n]._replace(last=bisect(own, whole[n].last) - 1) for n in own])
+        before_T, ends = torch.arange(hidden_1TD.shape[1]) - 1, list[int]()
+        for stretch, parent in zip(shared.stretches, parents_of(shared.stretches), strict=True):
+            ends.append(-1 if parent is None else ends[parent])
+            if stretch.length:
+                before_T[stretch.start] = ends[-1]
+                ends[-1] = stretch.start + stretch.length - 1
+        before_T = before_T.to(hidden_1TD.device)
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+            return shared.attend("heads", query, key, pad(value, (0, MORE_KEYS)), None, scaling)[..., :-MORE_KEYS]
+
+        hidden_1TD, is_first_1T = hidden_1TD.index_select(1, before_T.clamp(min=0)), before_T[None] < 0
+        u_TD = self._layer(hidden_1TD, inputs["input_ids"], inputs["position_ids"], attend, is_first_1T)[0]
+        is_there_X = pad(before_T >= 0, (0, len(whole) - len(own)))  # not what is carried, which stands after the row
+        there_N = is_there_X[tokens.columns["source"]]
+        source_N, target_ids_N = (tokens.columns[name][there_N] for name in ("source", "target_id"))
+        head = linear_head(self._policy)
+        assert head is not None
+        bias_V = None if head.bias_V is None else head.bias_V.detach()
+        fixed = LinearHead(head.weight_VD.detach(), bias_V, head.scale, head.cap)
+        loss = -linear_logprobs(u_TD[source_N], target_ids_N, fixed, self._temperature)[0].sum()
+        loss.backward()
+        self._sums += torch.stack([loss.detach(), there_N.sum()])
 
     def on_optimizer_step(self, step: Step) -> None:
         """Step the layer's own optimizer along the mean gradient of all ranks' tokens."""
+        loss, number = step.ranks.sum(self._sums).tolist()
         weights = [*self._layer.parameters()]
-        own = [torch.zeros(2, device=weights[0].device), *self._sums]
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in weights]
-        sums = step.ranks.sum(torch.cat([torch.stack(own).sum(0), *(each.flatten() for each in gradients)]))
-        loss, number = sums[:2].tolist()
-        self._sums = []
-        if number and sums.isfinite().all():
-            parts = (
-                (sums[2:] / number).to(weights[0].device, weights[0].dtype).split([each.numel() for each in weights])
-            )
-            for weight, part in zip(weights, parts, strict=True):
-                weight.grad = part.view_as(weight)
-            torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        for weight in weights:
+            mine = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            weight.grad = ((mine if step.ranks.size == 1 else step.ranks.sum(mine)) / max(number, 1)).to(weight)
+        if torch.nn.utils.clip_grad_norm_(weights, 1.0).isfinite() and number:
             self._optimizer.step()
             self._losses.append(loss / number)
         self._optimizer.zero_grad()
@@ -118,7 +131,7 @@ class TrainMTP(Plugin):
     def state_dict(self) -> dict[str, Any]:
         if "_optimizer" not in vars(self):  # nothing has been trained yet
             return self._state
-        return {"layer": self._layer.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -127,61 +140,22 @@ class TrainMTP(Plugin):
 class _Watched(Term):
     """Keeps what the policy's decoder has computed of the last micro-batch, and adds nothing to the policy's loss."""
 
-    def __init__(self, policy: PreTrainedModel, temperature: float) -> None:
-        self._policy, self._temperature = policy, temperature
-        self._row: tuple[torch.Tensor, torch.Tensor, torch.Tensor, SharedPrefix] | None = None
+    row: tuple[torch.Tensor, dict[str, Any]]  # the last hidden states, and what they were computed from
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        self._decoder = decoder_of(policy)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         def keep(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             if "shared_prefix" in kwargs:  # else the model is tried on a few tokens
-                inputs = kwargs["input_ids"], kwargs["position_ids"], kwargs["shared_prefix"]
-                self._row = (output.last_hidden_state.detach(), *inputs)
+                self.row = output.last_hidden_state.detach(), kwargs
 
-        handle = decoder_of(self._policy).register_forward_hook(keep, with_kwargs=True)
+        handle = self._decoder.register_forward_hook(keep, with_kwargs=True)
         try:
             yield
         finally:
             handle.remove()
-
-    def logprobs(self, layer: PredictionHead, source_N: torch.Tensor, target_ids_N: torch.Tensor) -> torch.Tensor:
-        """Return the layer's log-probs of tokens of the row, of those that it has something to predict from.
-
-        Args:
-            layer: The layer of multi-token prediction.
-            source_N: Place of each token's predecessor in the row.
-            target_ids_N: Their ids.
-        """
-        assert self._row is not None, "models with such a layer share prompts"
-        hidden_1TD, ids_1T, positions_1T, shared = self._row
-        num_tokens, kept = ids_1T.shape[1], [number for number, each in enumerate(shared.stretches) if not each.carried]
-        stretches = [
-            shared.stretches[number]._replace(last=sum(other <= shared.stretches[number].last for other in kept) - 1)
-            for number in kept
-        ]
-        before_T = torch.arange(num_tokens) - 1
-        parents = parents_of(stretches)
-        for own, parent in zip(stretches, parents, strict=True):
-            while parent is not None and not stretches[parent].length:
-                parent = parents[parent]
-            if own.length:
-                above = None if parent is None else stretches[parent]
-                before_T[own.start] = -1 if above is None else above.start + above.length - 1
-        before_T = before_T.to(ids_1T.device)
-        is_first_T = before_T < 0
-        alone = SharedPrefix(stretches)
-
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-            return alone.attend("heads", query, key, pad(value, (0, MORE_KEYS)), None, scaling)[..., :-MORE_KEYS]
-
-        hidden_1TD = hidden_1TD.index_select(1, before_T.clamp(min=0))
-        u_TD = layer(hidden_1TD, ids_1T, positions_1T, attend, is_first_T[None])[0]
-        there_N = (source_N < num_tokens) & ~is_first_T[source_N.clamp(max=num_tokens - 1)]
-        head = linear_head(self._policy)
-        assert head is not None
-        bias = None if head.bias_V is None else head.bias_V.detach()
-        head = replace(head, weight_VD=head.weight_VD.detach(), bias_V=bias, keeps_gradient=False)
-        return linear_logprobs(u_TD[source_N[there_N]], target_ids_N[there_N], head, self._temperature)[0]
 
 
 PLUGINS = {"train_mtp": TrainMTP()}

@@ -160,7 +160,7 @@ def export(
         if adapter:
             own_adapter(policy).save_pretrained(str(aside / "adapter"))
             save_torch_state_dict(adapter, aside / "adapter", filename_pattern="adapter_model{suffix}.safetensors")
-        return _compared(weights, copies, policy, logprobs, aside, folder)
+        return _compared(weights, copies, carried.trained.keys(), policy, logprobs, aside, folder)
 
 
 def _check_numbers(policy: PreTrainedModel, expected: _Expected, folder: Path) -> None:
@@ -302,6 +302,7 @@ def _logprobs(model: PreTrainedModel, ids_T: torch.Tensor) -> torch.Tensor:
 def _compared(
     weights: PolicyWeights,
     copies: Mapping[str, str],
+    trained: Collection[str],
     policy: PreTrainedModel,
     expected: _Expected,
     aside: Path,
@@ -309,12 +310,13 @@ def _compared(
 ) -> Comparison:
     """Open a written folder, ``aside``, again, and compare its tensors and its log-probs with the policy's.
 
-    ``copies`` are the digests of what was carried beside the weights; ``folder`` is what ``aside`` becomes.
+    ``copies`` are the digests of what was carried beside the weights, of which some was ``trained``; ``folder`` is what
+    ``aside`` becomes.
     """
     try:
         _check_files({**weights.digests, **copies}, aside)
         gap = _check_reopened(weights.digests, copies.keys(), policy, expected, aside)
-        return Comparison(len(weights.digests), gap, len(copies))
+        return Comparison(len(weights.digests) + len(trained), gap, len(copies) - len(trained))
     except ExportError as error:
         raise ExportError(
             f"The policy's export to {folder} was opened again and is not what was trained: {error}; the folder is "

@@ -61,6 +61,16 @@ def base_of(family: str, folder: Path) -> dict[str, torch.Tensor]:
     return add_tensors(folder, {name: torch.randn(one.shape, generator=drawn) for name, one in like.items()}, **counted)
 
 
+def in_a_process(folder: Path, timeout_s: float, *arguments: str) -> str:
+    """Run this file in a folder, which finds the tests and the package; return the last line that it prints."""
+    environment = os.environ | server_environment() | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    own = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(own)
+    process = forks.run([sys.executable, __file__, *arguments], timeout_s, env=environment, cwd=folder)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    return process.stdout.splitlines()[-1] if process.stdout else ""
+
+
 @pytest.mark.parametrize("family", table_rows(FAMILIES, []))
 def test_an_export_drafts_with_what_the_base_drafted_with(family: str, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
@@ -72,12 +82,7 @@ def test_an_export_drafts_with_what_the_base_drafted_with(family: str, tmp_path:
         for weight in policy.parameters():
             weight.add_(0.01)
     export(policy, load_tokenizer(str(tmp_path / "base")), tmp_path / "out")
-    environment = os.environ | server_environment() | {"OMP_NUM_THREADS": "1"}
-    own = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(own)
-    process = forks.run([sys.executable, __file__, str(tmp_path / "out")], 300, env=environment, cwd=tmp_path)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
-    drafts = json.loads(process.stdout.splitlines()[-1])
+    drafts = json.loads(in_a_process(tmp_path, 300, "out"))
     flat = {name.replace("mtp.", "model."): one for name, one in heads.items() if one.ndim == 1}
     assert drafts.keys() >= flat.keys() and len(flat) > 4
     for name, tensor in flat.items():
@@ -101,12 +106,7 @@ ENGINES: dict[str, tuple[type[EngineGenerator], dict[str, Any]]] = {
 def test_drafts_change_neither_what_is_sampled_nor_its_log_probs(name: str, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     folder = save_policy_for_vllm(tmp_path / "policy", is_long=True)
-    environment = os.environ | server_environment() | {"OMP_NUM_THREADS": "1"}
-    own = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(own)
-    process = forks.run([sys.executable, __file__, str(folder), name], 900, env=environment, cwd=tmp_path)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
-    told = json.loads(process.stdout.splitlines()[-1])
+    told = json.loads(in_a_process(tmp_path, 900, str(folder), name))
     policy, temperature = load_policy(str(folder)), told["temperature"]
     for ids, logprobs in told["long"]:
         own_TV = logprobs_after(policy, temperature, ids[:-1], len(ids))
@@ -187,12 +187,7 @@ def test_our_layer_of_multi_token_prediction_computes_what_vllms_does(tmp_path: 
     small_model("qwen3_5_text", changes, width=4).save_pretrained(tmp_path / "base")
     save_tokenizer(tmp_path / "base")
     add_layer(tmp_path / "base", 1)
-    environment = os.environ | server_environment() | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    own = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(own)
-    command = [sys.executable, __file__, str(tmp_path / "base"), str(tmp_path / "calls.pt")]
-    process = forks.run(command, 300, env=environment, cwd=tmp_path)
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    in_a_process(tmp_path, 300, "base", "calls.pt")
     compare_calls(tmp_path / "base", torch.load(tmp_path / "calls.pt"))
 
 

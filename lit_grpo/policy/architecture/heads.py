@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
+from transformers import AttentionInterface
 
 from lit_grpo.policy.architecture.attention import OwnAttention
 from lit_grpo.policy.architecture.decoder import decoder_of
-from lit_grpo.policy.architecture.states import state_layers
-from lit_grpo.policy.architecture.unread import TRAINED, Unread, find_unread
+from lit_grpo.policy.architecture.unread import TRAINED, find_unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """Mixes values of shape (rows, KV heads, T, size) for queries (rows, heads, T, key size): queries, keys, values, and
 the factor of the scores."""
-_ATTENTION, _KNOWN, _BEGIN = "lit_grpo_heads", "_lit_grpo_prediction_head", "mtp."
+_KNOWN, _BEGIN = "_lit_grpo_prediction_head", "mtp."
 MORE_KEYS = 8
 """Numbers by which a key is longer than a head: the first hides a sequence's first token, the others align."""
 _HIDDEN = -30000.0
@@ -43,68 +43,54 @@ def prediction_head(model: PreTrainedModel) -> PredictionHead:
     """
     found = vars(model).get(_KNOWN)
     if found is None:
-        found = PredictionHead(model, find_unread(model))
+        found = PredictionHead(model)
         object.__setattr__(model, _KNOWN, found)  # no part of the model: neither trained, synced nor saved with it
     return found.to(model.device)
 
 
 class PredictionHead(torch.nn.Module):
-    """A layer of multi-token prediction, with the weights of the policy's files.
+    """A layer of multi-token prediction, with the weights of the policy's files; see :func:`prediction_head`.
 
     Args:
         model: The policy, whose embedding, rotary positions and classes it uses.
-        unread: Tensors of the policy's files that are no part of the model.
-
-    Raises:
-        ValueError: There are no such tensors, they have other names or shapes than the policy's layers have, or the
-            layers attend in a way that cannot be replaced.
     """
 
-    def __init__(self, model: PreTrainedModel, unread: Unread) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         decoder: Any = decoder_of(model)
-        kind, config = type(model).__name__, copy.deepcopy(decoder.config)
-        tensors = {name.removeprefix(_BEGIN): one for name, one in unread.read() if name.startswith(_BEGIN)}
+        config, read = copy.deepcopy(decoder.config), find_unread(model).read()
+        tensors = {name.removeprefix(_BEGIN): one for name, one in read if name.startswith(_BEGIN)}
         if "fc.weight" not in tensors:
             raise ValueError(
-                f"{model.name_or_path or kind} holds no layer of multi-token prediction (mtp.fc.weight), so its own "
-                "heads cannot draft; take a policy that has one, or leave the heads out."
+                f"{model.name_or_path or type(model).__name__} holds no layer of multi-token prediction "
+                "(mtp.fc.weight), so its own heads cannot draft; take a policy that has one, or leave the heads out."
             )
-        with_states = {inner for layer, _ in state_layers(model) for inner in layer.above}
-        number = max(n for n, layer in enumerate(decoder.layers) if layer not in with_states)
-        self._embed, self._rotary = (decoder.embed_tokens,), (decoder.rotary_emb,)  # not parts of this module
-        size, device = config.hidden_size, model.device
-        with torch.device(device):
-            self.fc = torch.nn.Linear(2 * size, size, bias=False)
+        number = max(n for n, layer in enumerate(decoder.layers) if hasattr(layer, "self_attn"))
+        self._decoder = (decoder,)  # no part of this module
+        with torch.device(model.device):
+            self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
             self.layers = torch.nn.ModuleList([type(decoder.layers[number])(config, number)])
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (copy.deepcopy(decoder.norm) for _ in "123")
         for module in self.modules():  # each with a config of its own, or the attention of the policy would be switched
             if getattr(module, "config", None) is not None:
                 module.config = config
-        own = self.state_dict()
-        for name in sorted(own.keys() ^ tensors.keys()):
-            raise ValueError(
-                f"{kind}'s layer of multi-token prediction {'has' if name in tensors else 'lacks'} {_BEGIN}{name}, "
-                f"unlike {type(self.layers[0]).__name__}, so its own heads cannot draft; leave the heads out."
-            )
-        for name, tensor in tensors.items():
-            if tensor.shape != own[name].shape:
+        config._attn_implementation = "lit_grpo_heads"
+        AttentionInterface.register("lit_grpo_heads", _attention)
+        shapes = [{name: f"of shape {(*one.shape,)}" for name, one in s.items()} for s in (tensors, self.state_dict())]
+        for name in sorted(shapes[0].keys() | shapes[1].keys()):
+            held, own = (each.get(name, "absent") for each in shapes)
+            if held != own:
                 raise ValueError(
-                    f"The policy's files hold {_BEGIN}{name} with the shape {tuple(tensor.shape)}, and its config.json "
-                    f"describes {tuple(own[name].shape)}; put the config of these weights beside them."
+                    f"{_BEGIN}{name} is {held} in the policy's files, and {own} in the {type(self.layers[0]).__name__} "
+                    "of its config.json, so its own heads cannot draft; put the config of these weights beside them, "
+                    "or leave the heads out."
                 )
-        self._stored = {name: tensor.dtype for name, tensor in tensors.items()}
-        self.to(device, model.dtype).requires_grad_(False).eval()
+        self.to(model.device, model.dtype).requires_grad_(False).eval()
         self.load_state_dict(tensors)
-        attention: Any = self.layers[0].self_attn
-        self.num_heads = int(attention.k_proj.out_features // attention.head_dim)
-        self.head_size = int(attention.head_dim)
-        config._attn_implementation = _register()
 
     def train_in(self, model: PreTrainedModel) -> None:
-        """Let the weights be trained, and exports of the policy take them from here."""
-        self.requires_grad_(True)
-        object.__setattr__(model, TRAINED, self.stored)
+        """Let the weights be trained; exports and checkpoints of the policy have them from now on."""
+        object.__setattr__(model, TRAINED, self.requires_grad_(True))
 
     def forward(
         self,
@@ -116,68 +102,34 @@ class PredictionHead(torch.nn.Module):
     ) -> torch.Tensor:
         """Return ``u`` of each token, shape (rows, T, hidden size).
 
-        Args:
-            hidden_BTD: The hidden state before each token: the policy's last one, or for a further token what this
-                returned. It gets no gradient, and neither do the embeddings.
-            tokens_BT: Ids of the tokens.
-            positions_BT: Their positions.
-            attend: The attention. Keys and queries are ``MORE_KEYS`` numbers longer than values.
-            is_first_BT: Tokens without a hidden state before them; by default those at position 0. What is computed of
-                them is never seen from later tokens, and has no meaning.
+        ``hidden_BTD`` is the hidden state before each token: the policy's last one, or for a further token what this
+        returned. It gets no gradient, and neither do the embeddings. ``attend`` gets keys and queries that are
+        ``MORE_KEYS`` numbers longer than values. No token sees those of ``is_first_BT``, which have no hidden state
+        before them: by default those at position 0.
         """
         with torch.no_grad():
-            embedded = self._embed[0](tokens_BT)
-            angles = self._rotary[0](embedded, positions_BT)
+            embedded = self._decoder[0].embed_tokens(tokens_BT)
+            angles = self._decoder[0].rotary_emb(embedded, positions_BT)
         normed = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden_BTD.detach())
-        out = self.layers[0](
-            self.fc(torch.cat(normed, -1)),
-            position_embeddings=angles,
-            attention_mask=None,
-            position_ids=positions_BT,
-            attend=attend,
-            is_first_BT=positions_BT == 0 if is_first_BT is None else is_first_BT,
-        )
-        return self.norm(out[0] if isinstance(out, tuple) else out)
+        own = {"attend": attend, "is_first_BT": positions_BT == 0 if is_first_BT is None else is_first_BT}
+        return self.norm(self.layers[0](self.fc(torch.cat(normed, -1)), position_embeddings=angles, **own))
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """Return its weights with the names and dtypes that they have in files."""
-        return {f"{_BEGIN}{name}": one.detach().to(self._stored[name]) for name, one in self.state_dict().items()}
-
-
-def _register() -> str:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_ATTENTION, _attention)
-    return _ATTENTION
+        """Return its weights with the names that they have in files."""
+        return {f"{_BEGIN}{name}": one.detach() for name, one in self.state_dict().items()}
 
 
 def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    attend: Attend,
-    is_first_BT: torch.Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: object,
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Let ``attend`` mix the values, in the signature of Hugging Face attention functions.
 
     A number more in queries and keys gives the sequence's first token, where the layer has nothing to compute from, a
     score so low that its weight is 0.
     """
-    if softcap is not None or sliding_window is not None or s_aux is not None:
+    if any(options.get(name) is not None for name in ("softcap", "sliding_window", "s_aux")):
         raise OwnAttention("the layer of multi-token prediction has a window, a cap or sinks")
-    scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
-    ones = query.new_ones((*query.shape[:-1], 1))
-    hides = (is_first_BT.to(key.dtype) * _HIDDEN)[:, None, :, None].expand(*key.shape[:-1], 1)
-    query, key = (
-        pad(torch.cat([own, more], -1), (0, MORE_KEYS - 1)).to(value.dtype)
-        for own, more in ((query, ones), (key, hides))
-    )
-    return attend(query, key, value, scaling).transpose(1, 2), None
+    size, scaling = query.shape[-1], options.get("scaling") or query.shape[-1] ** -0.5
+    query, key = (pad(each.to(value.dtype), (0, MORE_KEYS)) for each in (query, key))
+    query[..., size], key[..., size] = 1.0, options["is_first_BT"][:, None] * _HIDDEN
+    return options["attend"](query, key, value, scaling).transpose(1, 2), None

@@ -38,7 +38,7 @@ _PLAIN = {
 """The dtypes of tensors that are not quantized, by their names in safetensors."""
 _KNOWN = "unread_tensors"
 TRAINED = "_lit_grpo_trained_drafts"
-"""The attribute of a model with a function that returns tensors of multi-token prediction as the run trained them."""
+"""The attribute of a model with its layer of multi-token prediction, once a run trains that."""
 
 
 class Stored(NamedTuple):
@@ -67,13 +67,13 @@ class Unread:
         drafts: Those of multi-token prediction, which exports carry, by name.
         others: The names of those that exports leave out.
         num_counted: The number of layers of multi-token prediction by the policy's configuration.
-        trained: Returns those of ``drafts`` that this run trains, by name; None if it trains none.
+        trained: Those of ``drafts`` that a run has trained.
     """
 
     drafts: Mapping[str, Stored] = field(default_factory=dict[str, Stored])
     others: Collection[str] = ()
     num_counted: int = 0
-    trained: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    trained: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what exports carry, one tensor at a time.
@@ -81,10 +81,9 @@ class Unread:
         Raises:
             OSError, SafetensorError: A file is not there any more, or damaged.
         """
-        trained = {} if self.trained is None else self.trained()
         for name, stored in self.drafts.items():
-            if name in trained:
-                yield name, trained[name]
+            if name in self.trained:
+                yield name, self.trained[name].to(_PLAIN[stored.dtype])
                 continue
             with safe_open(stored.path, "pt") as file:
                 yield name, file.get_tensor(name)
@@ -142,7 +141,8 @@ def find_unread(model: PreTrainedModel) -> Unread:
     if any(one.dtype not in _PLAIN for one in drafts.values()):  # the export says nothing of quantization
         drafts = {}
     others = [name for name in rest if name not in drafts]
-    return Unread(drafts, others, num_counted, vars(model).get(TRAINED))
+    head = vars(model).get(TRAINED)
+    return Unread(drafts, others, num_counted, {} if head is None else head.stored())
 
 
 def drafting(config: PreTrainedConfig, names: Iterable[str], stacks: Collection[str | None] | None = None) -> list[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lit_grpo.policy.architecture.states import RowStates, StateShape
-    from lit_grpo.rollout.slots.drafts.draft import Draft
+    from lit_grpo.rollout.slots.drafts.heads import Heads
 
 ATTENTION_NAME = "lit_grpo_slots"
 _TIGHT_FROM_BYTES = 2**14  # a token
@@ -52,7 +52,7 @@ class KVShape:
     device: torch.device
     states: StateShape | None = None
     """What layers remember of a row beside keys and values, if any do."""
-    heads: Follower | None = None
+    heads: Heads | None = None
     """The policy's own layer of multi-token prediction, if it drafts: the last of ``layers`` is its attention call."""
 
     @cached_property
@@ -115,21 +115,6 @@ class Attention(Protocol):
 
         ``layer`` is the number of the call, and calls come in order. Returns shape (rows, heads, T, value size).
         """
-        ...
-
-
-class Follower(Protocol):
-    """A layer that is no part of the policy, and has keys and values in its cache."""
-
-    def follow(
-        self,
-        cache: Attention,
-        hidden_BTD: torch.Tensor,
-        tokens_BT: torch.Tensor,
-        positions_BT: torch.Tensor,
-        draft: Draft | None = None,
-    ) -> None:
-        """Compute them for tokens that have just been through the policy, from their hidden states."""
         ...
 
 

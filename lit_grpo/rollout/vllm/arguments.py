@@ -313,10 +313,7 @@ def draft_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_drafts(arguments: Mapping[str, Any], policy: PolicySpec) -> None:
-    """Raise a ValueError if an engine could not draft as ``speculative_config`` says, or would sample something else.
-
-    A model that drafts needs weights of its own, since no sync sends any to it.
-    """
+    """Raise a ValueError if an engine cannot draft as ``speculative_config`` says, or would sample something else."""
     if (config := drafting(arguments)) is None:
         return
     for name in config:
@@ -359,13 +356,11 @@ def check_drafter(config: Mapping[str, Any], policy: PolicySpec, prefix: str = "
 
     ``prefix`` stands in the sentence before the names of fields.
     """
-    method, lossy = config.get("method"), {name: value for name, value in config.items() if name.startswith(_SYNTHETIC)}
-    if (verification := config.get("rejection_sample_method")) not in (None, *_LOSSLESS):
-        lossy = {"rejection_sample_method": verification}
-    if method not in _DRAFTERS:
+    if (method := config.get("method")) not in _DRAFTERS:
         raise ValueError(f"{prefix}method is {method!r}; take {', '.join(_DRAFTERS[:-1])} or {_DRAFTERS[-1]}.")
-    for name, value in lossy.items():
-        if value is not None:
+    for name, value in config.items():
+        is_lossy = name == "rejection_sample_method" and value not in _LOSSLESS
+        if value is not None and (is_lossy or name.startswith(_SYNTHETIC)):
             raise ValueError(
                 f"{prefix}{name} is {value!r}, by which tokens are kept that the policy has not sampled; leave it out, "
                 f"or take rejection_sample_method: {' or '.join(_LOSSLESS)}."

@@ -286,10 +286,11 @@ def simulate(
 
 
 def _requests(trace: Trace) -> list[Request]:
-    """The completions of a trace as requests of prompts whose tokens mean nothing."""
+    """The completions of a trace as requests of prompts, whose tokens mean nothing where none were recorded."""
+    texts = trace.texts or [((), ())] * len(trace)
     prompts = {
-        key[:2]: Prompt(key[0], (0,) * tokens, "", visit=key[1])
-        for key, tokens in zip(trace.keys, trace.prompt_tokens.tolist(), strict=True)
+        key[:2]: Prompt(key[0], tuple(prompt) or (0,) * tokens, "", visit=key[1])
+        for key, tokens, (prompt, _) in zip(trace.keys, trace.prompt_tokens.tolist(), texts, strict=True)
     }
     sampling = {limit: SamplingParams(max_tokens=limit) for limit in np.unique(trace.max_tokens).tolist()}
     limits = trace.max_tokens.tolist()
