@@ -36,12 +36,8 @@ class Drafter:
     def most(self, rows: TokenRows, num_rows: int, room: int) -> np.ndarray:
         """Decide how many tokens each of the first rows may try in the next step; it may be asked twice before a step.
 
-        By default equally many, as far as there is ``room``: the most that all rows together can try; more are cut, the
-        last rows' first. Other rows enter in this step. If all are 0 the step is one without drafts, and may be
-        launched ahead.
-
-        Returns:
-            int64, shape (num_rows,).
+        Int64, shape (num_rows,); by default equally many, as far as there is ``room``: the most that all rows together
+        can try; more are cut, the last rows' first. If all are 0 the step may be launched ahead.
         """
         return np.full(num_rows, min(self.most_tokens, max(room // max(num_rows, 1), 1)))
 
@@ -50,26 +46,16 @@ class Drafter:
     ) -> Sequence[Sequence[int]]:
         """Return tokens that may come after the last token of each row, likeliest first; none for no proposal.
 
-        Args:
-            rows: All rows, on the host.
-            most_B: The most tokens of each of the first rows: more are cut. It keeps rows within their limits, and from
-                passing points at which they are observed.
-            cache: Keys, values and states of the rows, without those of their last tokens.
-            sampling: How tokens are sampled.
+        More than ``most_B`` of a row are cut, which keeps rows within their limits, and from passing points at which
+        they are observed. ``cache`` has no keys, values and states of the last tokens yet.
         """
         raise NotImplementedError
 
     def took(self, rows: TokenRows, step: SampledStep, accepted_B: np.ndarray) -> Mapping[str, int]:
         """Learn from a step, drafted or not, whose tokens the rows have; none of these has left since.
 
-        Args:
-            rows: All rows.
-            step: The step: ``step.draft`` is what was tried, ``step.places`` the place of each row's last token, and
-                ``step.hidden_BD`` the hidden states at all places.
-            accepted_B: How many of its drafted tokens each row got, beyond the one that a step brings anyway.
-
-        Returns:
-            How many of these tokens were drafted from each source, by its name.
+        ``step.draft`` is what was tried, and ``accepted_B`` how many of these tokens each row got; returned is how many
+        of them were drafted from each source, by its name. ``step.places`` has the place of each row's last token.
         """
         raise NotImplementedError
 

@@ -93,7 +93,7 @@ def choose_drafts(cost: StepCost, rate: float, most: int, tokens_B: np.ndarray, 
         rate: Probability that a drafted token is accepted if those before it were.
         most: The most that a row tries.
         tokens_B: Tokens that each row reads: its prompt and its completion so far.
-        left_B: Tokens that each row is to sample yet. If they are equal, tokens per second count.
+        left_B: Tokens that each row is to sample yet. If they are equal, what counts is tokens per second.
     """
     steps_BK = np.maximum(left_B, 1)[:, None] / np.cumsum(rate ** np.arange(most + 1))
     own_B = cost.row_s + cost.token_s * tokens_B  # seconds of a query of each row
@@ -211,35 +211,19 @@ class TrialDrafter(Drafter):
 
 
 def measure_cost(generator: Decoder, trial: TrialDrafter, context: int) -> StepCost | None:
-    """Time some steps of a started generator in which nothing is in flight, with prompts of its own.
+    """Time some steps of a generator that drafts by ``trial`` and has nothing in flight, with prompts of its own.
 
     Sizes are measured one after another, until the timed steps have taken half a second. What is compiled and recorded
-    for them, real steps need too.
-
-    Args:
-        generator: Decodes; drafts by ``trial``.
-        trial: Is told how many tokens to draft.
-        context: The most tokens of a sequence.
-
-    Returns:
-        The cost. None, after a warning, if a step cannot be measured.
-
-    Raises:
-        torch.AcceleratorError, torch.OutOfMemoryError: The device failed, or its memory ran out.
+    for them, real steps need too. Returns None, after a warning, if a step cannot be measured; raises what is raised if
+    the device failed, or its memory ran out.
     """
     from lit_grpo.policy.architecture.decoder import RUN_FAILURES, raise_device_failure
     from lit_grpo.process.terminal import error_text
     from lit_grpo.ranks import Ranks
 
     rows, short, long = min(generator.capacity().slots, _ROWS), 64, min(1024, context // 2)
-    cases = [
-        (rows, 0, short),
-        (1, 0, short),
-        (rows, 0, long),
-        (1, 7, short),
-        (rows, 3, short),
-        (rows // 4 or 1, 7, long),
-    ]
+    cases = [(rows, 0, short), (1, 0, short), (rows, 0, long), (1, 7, short), (rows, 3, short)]
+    cases.append((rows // 4 or 1, 7, long))
     measured, keys = list[np.ndarray](), list[Key]()
     try:
         for case, (num_rows, trial.most_tokens, length) in enumerate(cases):

@@ -54,11 +54,8 @@ class _Texts:
     A context is one to :data:`LONGEST` tokens, the last one first in its number. It enters when it occurs for the first
     time after the one that is shorter by a token has occurred, so that there are one to two contexts a token.
 
-    Attributes:
-        texts: Token ids of the prompt, of each completion of an earlier visit, and of each sample; all but the prompt's
-            begin with its last tokens.
-        rows: The text of each sample.
-        open: Samples that are in rows.
+    ``texts`` are those of the prompt, of each completion of an earlier visit, and of each sample, whose number is in
+    ``rows``; all but the prompt's begin with its last tokens. ``open`` are the samples that are in rows.
     """
 
     def __init__(self, prompt_ids: Sequence[int], earlier: Sequence[Sequence[int]]) -> None:
@@ -151,12 +148,8 @@ class SuffixDrafter(Drafter):
     Completions that have ended stay for their siblings until the group is released, and for the prompt's next visit,
     with whose first completion those of the visit before are dropped.
 
-    Attributes:
-        tried: What rows try in a step, until it has been taken.
-        kept_tokens: Tokens of completions that are kept for later visits.
-
-    Args:
-        most_tokens: Of a row in a step.
+    ``tried`` is what rows try in a step, until it has been taken, and ``kept_tokens`` counts the tokens of completions
+    that are kept for later visits.
     """
 
     def __init__(self, most_tokens: int) -> None:
