@@ -7,10 +7,10 @@ token that is accepted is the token that would have been sampled, so this is wha
 kernels that round differently by the number of rows. Replayed without drafts a rollout takes the recorded steps.
 
 Tokens a step are of a row: of all; in the tail, where fewer than a quarter of the slots decode; and of the last one of
-each group. The earlier visit of a trained policy is that of the untrained one. ``us`` is the CPU time of ``extend`` and
-``propose`` a row and step, ``open_us`` that of ``open`` a row, the least of three replays each. Rows with ``matched``
-have the accepted tokens of a draft by its source and match. The target for the tail is for a policy of 0.5 billion
-parameters, given by ``--policy``; SmolLM2 is measured beside it.
+each group. The earlier visit of a trained policy is that of the untrained one. ``us`` is the CPU time of ``show`` and
+``follow`` a row and step, ``open_us`` that of the first ``show`` of a row, the least of three replays each. Rows with
+``matched`` have the accepted tokens of a draft by its source and match. The target for the tail is for a policy of 0.5
+billion parameters, given by ``--policy``; SmolLM2 is measured beside it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from benchmarks.recorded_rollouts import (
 )
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
 from lit_grpo.policy.named import SMOLLM2, TINY
-from lit_grpo.rollout.slots.drafts.suffix import LONGEST, TOKEN_BYTES, DraftSource, Proposal
+from lit_grpo.rollout.slots.drafts.suffix import LONGEST, TOKEN_BYTES, Proposal, SuffixDrafter
 from lit_grpo.types import Key
 
 TOKENS = (3, 7)
@@ -74,8 +74,8 @@ class Replay:
         accepted: Those that were sampled, by source.
         by_match: Drafts and their accepted tokens, by source and by the number of tokens that matched.
         ended: The step at which each completion ended, in the order of the recording.
-        seconds: CPU seconds of ``extend`` and ``propose``.
-        open_s: CPU seconds of ``open``.
+        seconds: CPU seconds of ``show`` and ``follow``.
+        open_s: CPU seconds of the first ``show`` of rows.
     """
 
     steps: int = 0
@@ -116,7 +116,7 @@ def replay(
     earlier: Sequence[RecordedCompletion] = (),
 ) -> Replay:
     """Replay a rollout with up to ``most`` drafted tokens a row and step; 0 is without drafts."""
-    replayed, source, clock = Replay(), DraftSource(), time.thread_time
+    replayed, source, clock = Replay(), SuffixDrafter(most), time.thread_time
     keys: list[Key] = []
     for each in rollout:
         group = each.prompt if siblings else f"{each.prompt}, {each.sample}"
@@ -124,13 +124,12 @@ def replay(
     for group in dict.fromkeys(key[0] for key in keys):
         of_prompt = [each for each in earlier if group == each.prompt or group.startswith(f"{each.prompt}, ")]
         for each in of_prompt:
-            source.open((group, 0, (each.sample,)), prompts[each.prompt], each.token_ids)
+            source.show((group, 0, (each.sample,)), prompts[each.prompt], each.token_ids)
             source.close((group, 0, (each.sample,)), ended=True)
-        source.release((group, 0))
+        source.release([(group, 0)])
         if of_prompt and not siblings:  # one row would read the earlier visit as slowly as all together should
-            source.open((group, 1, (-1,)), prompts[of_prompt[0].prompt], ())
             for _ in range(sum(len(each.token_ids) for each in of_prompt)):
-                source.extend((group, 1, (-1,)), ())
+                source.show((group, 1, (-1,)), prompts[of_prompt[0].prompt], ())
             source.close((group, 1, (-1,)), ended=False)
     waiting, rows = deque(range(len(rollout))), dict[int, int]()
     left = Counter(each.prompt for each in rollout)
@@ -139,10 +138,10 @@ def replay(
         while waiting and len(rows) < num_slots:
             row = waiting.popleft()
             rows[row] = 0
-            source.open(keys[row], prompts[rollout[row].prompt], ())
+            source.show(keys[row], prompts[rollout[row].prompt], ())
         replayed.open_s += clock() - began
         replayed.steps += 1
-        proposals = {row: source.propose(keys[row], most) for row in rows}
+        proposals = {row: source.follow(keys[row], most) for row in rows}
         replayed.seconds += clock() - began
         gained: dict[int, int] = {}
         for row, num_tokens in rows.items():
@@ -155,10 +154,10 @@ def replay(
             for name in where:
                 replayed.tokens[name] += gained[row]
                 replayed.row_steps[name] += 1
-        new = {row: rollout[row].token_ids[rows[row] : rows[row] + number] for row, number in gained.items()}
+        texts = {row: rollout[row].token_ids[: rows[row] + number] for row, number in gained.items()}
         began = clock()
-        for row, tokens in new.items():
-            source.extend(keys[row], tokens)
+        for row, tokens in texts.items():
+            source.show(keys[row], prompts[rollout[row].prompt], tokens)
         replayed.seconds += clock() - began
         for row, number in gained.items():
             rows[row] += number
@@ -172,12 +171,12 @@ def replay(
 
 def index_bytes(prompts: dict[str, list[int]], rollout: Sequence[RecordedCompletion]) -> float:
     """Return the bytes of memory that the index takes for a token of the groups in flight."""
-    source, num_tokens = DraftSource(), sum(len(each.token_ids) for each in rollout)
+    source, num_tokens = SuffixDrafter(1), sum(len(each.token_ids) for each in rollout)
     num_tokens += sum(len(prompts[prompt]) for prompt in {each.prompt for each in rollout})
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for each in rollout:
-        source.open((each.prompt, 0, (each.sample,)), prompts[each.prompt], each.token_ids)
+        source.show((each.prompt, 0, (each.sample,)), prompts[each.prompt], each.token_ids)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return (after - before) / num_tokens

@@ -185,7 +185,7 @@ def measure(name: str, policy: Any, tokenizer: Any, prompts: Sequence[Prompt]) -
                 "drafter": drafter or "none",
                 "k": 0 if drafts == "off" else drafts,
                 "tokens_per_step": stats.num_tokens / stats.active_slot_steps,
-                "accepted_of_drafted": stats.num_accepted / max(stats.num_drafted, 1),
+                "accepted_of_drafted": stats.accepted.total() / max(stats.num_drafted, 1),
                 "steps": stats.num_steps,
                 "seconds": seconds,
                 "other_tokens": sum(a != b for a, b in zip(found, expected, strict=True)),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -415,8 +416,8 @@ class StepEvents:
     through the policy, if the generator knows. ``observations`` are the hidden states at all points that anybody looks
     at (:attr:`lit_grpo.plugins.Listener.observes`). ``beyond`` has the requests that got other than a token a decode
     step, with the tokens beyond that, which is below 0 for fewer; ``num_drafted`` are the tokens that were tried, and
-    ``num_accepted`` those of them that were kept, ``accepted`` by the name of their source. ``likeliest`` are the
-    distributions of the step, if anybody looks at them (:attr:`lit_grpo.plugins.Listener.likeliest`).
+    ``accepted`` those of them that were kept, by the name of their source. ``likeliest`` are the distributions of the
+    step, if anybody looks at them (:attr:`lit_grpo.plugins.Listener.likeliest`).
     """
 
     num_active: int = 0
@@ -424,9 +425,8 @@ class StepEvents:
     num_steps: int = 1
     prefilled_tokens: int = 0
     num_drafted: int = 0
-    num_accepted: int = 0
+    accepted: Counter[str] = field(default_factory=Counter)
     beyond: dict[Key, int] = field(default_factory=dict)
-    accepted: Mapping[str, int] = field(default_factory=dict)
     finished: list[Completion] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     observations: list[Observation] = field(default_factory=list)

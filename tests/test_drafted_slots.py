@@ -233,7 +233,7 @@ def test_text_that_came_before_is_drafted_and_saves_steps(policies: dict[bool, A
             found.append((ids, stats.num_steps, stats.num_tokens, metrics))
         if drafts != "off":
             drafter: Any = generator._drafter
-            assert not drafter._known and not drafter.source._groups  # nothing of the rollouts but completions is kept
+            assert not drafter._groups  # nothing of the rollouts but completions is kept
     for (ids, steps, tokens, _), (its_ids, its_steps, its_tokens, metrics) in zip(found[:2], found[2:], strict=True):
         assert ids == its_ids and tokens == its_tokens and its_steps < 0.9 * steps
         assert metrics["rollout/accepted_tokens"] < metrics["rollout/drafted_tokens"]

@@ -236,7 +236,7 @@ def test_what_an_engine_in_this_process_drafts_is_counted_when_a_completion_ends
     output = SimpleNamespace(request_id=str(stream.ticket), outputs=[sampled], finished=True)
     generator._engine = SimpleNamespace(step=lambda: [output])
     generator._receive(events)
-    assert (events.num_drafted, events.num_accepted, len(events.finished)) == (9, 5, 1)
+    assert (events.num_drafted, events.accepted.total(), len(events.finished)) == (9, 5, 1)
 
 
 def test_steps_of_a_server_are_its_tokens_without_those_that_it_has_drafted(policy: PolicySpec) -> None:
@@ -249,5 +249,5 @@ def test_steps_of_a_server_are_its_tokens_without_those_that_it_has_drafted(poli
     for content in (of(A, B, C, A, B), DraftCount(6, 3), of(A, B), of(A, B, C)):
         parts.append([Arrival(ticket, content)])  # the counts are those of another completion, which has ended
         generator._receive(events := StepEvents(num_active=1))
-        counted.append((events.num_steps, events.num_drafted, events.num_accepted))
+        counted.append((events.num_steps, events.num_drafted, events.accepted.total()))
     assert counted == [(5, 0, 0), (0, 6, 3), (0, 0, 0), (2, 0, 0)]

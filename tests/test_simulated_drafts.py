@@ -122,8 +122,8 @@ def test_steps_are_those_of_the_slots(policy_folder: Path, plan: str, points: tu
         schedule = simulate(trace, plan, engine, trace_lengths, points, DraftingReplay(engine, trace, drafter))
         assert list(schedule.spans) == list(stats.spans) and schedule.steps == stats.num_steps
         assert schedule.work[:, 2].sum() == stats.num_drafted > 0
-        num_accepted += stats.num_accepted
-        assert trace.lengths.sum() == stats.active_slot_steps + stats.num_accepted
+        num_accepted += stats.accepted.total()
+        assert trace.lengths.sum() == stats.active_slot_steps + stats.accepted.total()
     assert num_accepted > 5
 
 

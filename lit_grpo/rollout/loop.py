@@ -380,8 +380,8 @@ class RolloutStats:
 
     ``num_preempted`` counts how often a completion had to leave its slot for want of memory, ``num_parked`` how often
     it did to wait for others at a probe or the end of a time slice. ``num_discarded`` tokens of earlier rollouts were
-    decoded again in it, and ``num_continued`` went on. ``num_drafted`` tokens were tried ahead, and ``num_accepted``
-    of them were kept, ``accepted`` by source. ``bubble_ratio`` is one minus the share of slot steps in which a slot was
+    decoded again in it, and ``num_continued`` went on. ``num_drafted`` tokens were tried ahead, of which the
+    ``accepted`` were kept, by source. ``bubble_ratio`` is one minus the share of slot steps in which a slot was
     decoding. ``scheduling_s`` is the time spent neither in the generator nor in waiting for rewards. ``spans`` says
     which slot decoded which completion when, by the steps of ``clock``, and ``step_bound`` is the fewest steps that
     these lengths allow in so many slots.
@@ -390,7 +390,6 @@ class RolloutStats:
     num_steps: int = 0
     num_tokens: int = 0
     num_drafted: int = 0
-    num_accepted: int = 0
     accepted: Counter[str] = field(default_factory=Counter)
     num_preempted: int = 0
     num_parked: int = 0
@@ -426,9 +425,7 @@ class RolloutStats:
         self.num_steps += events.num_steps
         self.num_tokens += events.num_tokens
         self.num_drafted += events.num_drafted
-        self.num_accepted += events.num_accepted
-        if events.accepted:
-            self.accepted.update(events.accepted)
+        self.accepted += events.accepted
         self.active_slot_steps += events.num_active * events.num_steps
         self.slot_steps += capacity.slots * events.num_steps
         self.active_slot_s += events.num_active * elapsed_s
@@ -452,7 +449,7 @@ class RolloutStats:
         budget = {} if limit is None else {"memory/kv_tokens_budget": Part(limit, "max")}
         drafted = {
             "rollout/drafted_tokens": Part(self.num_drafted),
-            "rollout/accepted_tokens": Part(self.num_accepted),
+            "rollout/accepted_tokens": Part(self.accepted.total()),
             "rollout/tokens_per_step": Part(self.num_tokens, "mean", max(self.active_slot_steps, 1)),
             **{
                 f"rollout/accepted_per_step/{source}": Part(tokens, "mean", self.active_slot_steps)
@@ -468,7 +465,7 @@ class RolloutStats:
             "rollout/set_asides": Part(self.num_preempted),
             "rollout/parked": Part(self.num_parked),
             "rollout/steps_over_bound": Part(self.num_steps, "mean", max(self.step_bound, 1)),
-            "rollout/slots_in_use": Part(self.num_tokens - self.num_accepted, "mean", max(self.num_steps, 1)),
+            "rollout/slots_in_use": Part(self.num_tokens - self.accepted.total(), "mean", max(self.num_steps, 1)),
             "rollout/kv_tokens_peak": Part(self.kv_tokens_peak, "max"),
             "perf/bubble_ratio": Part(self.slot_s - self.active_slot_s, "mean", self.slot_s),
             "time/rollout_s": Part(self.rollout_s, "max"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -49,6 +50,10 @@ MOST_QUERIES = 256
 """Last tokens and drafted ones that go through the policy in a step, where slots are fewer: logits take memory."""
 Drafts = Annotated[int, Limit(ge=1, le=32)] | Literal["auto", "off", False]  # YAML reads off as False
 DrafterName = Literal["text", "heads"]
+_DRAFTERS = {  # the class of each, and whether it is made for a policy
+    "text": ("lit_grpo.rollout.slots.drafts.suffix:SuffixDrafter", False),
+    "heads": ("lit_grpo.rollout.slots.drafts.heads:Heads", True),
+}
 
 
 class SlotGenerator(Versioned):
@@ -145,22 +150,16 @@ class SlotGenerator(Versioned):
         self._shape, self._fused = check_slot_support(model)
         self._graphs, self._tables = None, None
         attention = row_attention(self._shape)
-        most_queries = self.num_slots
-        self._is_unpriced = self.drafts == "auto" and model.device.type == "cuda"
-        if self._is_unpriced or self.drafts not in ("auto", "off"):
-            if self.drafter == "heads":
-                from lit_grpo.rollout.slots.drafts.heads import Heads
-
-                assert isinstance(self.drafts, int)
-                self._drafter = Heads(model, self.drafts)
-                self._shape = self._drafter.beside(self._shape)
-            else:
-                from lit_grpo.rollout.slots.drafts.suffix import MOST_DRAFTED, SuffixDrafter
-
-                self._drafter = SuffixDrafter(self.drafts if isinstance(self.drafts, int) else MOST_DRAFTED)
-            if self._shape.states is not None:
-                state_layers(model)  # with the model's own attention
-            most_queries = max(most_queries, min(most_queries * (1 + self._drafter.most_tokens), MOST_QUERIES))
+        self._is_unpriced, most_drafted = self.drafts == "auto" and model.device.type == "cuda", 0
+        if self._is_unpriced:
+            from lit_grpo.rollout.slots.drafts.price import MOST_DRAFTED as most_drafted
+        elif isinstance(self.drafts, int):
+            (name, is_of_policy), most_drafted = _DRAFTERS[self.drafter], self.drafts
+            self._drafter = drafter = resolve_name(name)(*[model] * is_of_policy, most_drafted)
+            self._shape = drafter.beside(self._shape)
+        if most_drafted and self._shape.states is not None:
+            state_layers(model)  # with the model's own attention
+        most_queries = max(self.num_slots, min(self.num_slots * (1 + most_drafted), MOST_QUERIES))
         self._most_queries = most_queries
         if self._fused is not None and attention is not None:
             self._tables = RowTables(self._shape, most_queries, attention)
@@ -273,10 +272,9 @@ class SlotGenerator(Versioned):
 
         Prompts that requests will come for stay out of them: what is observed of a prompt would be told to nobody.
         """
-        from lit_grpo.rollout.slots.drafts.price import PricedDrafter
-        from lit_grpo.rollout.slots.drafts.trial import TrialDrafter, measure_cost
+        from lit_grpo.rollout.slots.drafts.price import PricedDrafter, TrialDrafter, measure_cost
 
-        self._drafter = trial = TrialDrafter(0)
+        self._drafter = trial = TrialDrafter()
         expected, self._expected = self._expected, {}
         try:
             cost = measure_cost(self, trial, self._context)
@@ -414,8 +412,7 @@ class SlotGenerator(Versioned):
         except BaseException as error:
             kv_tokens, rows = self._kept.num_tokens + self._cache.allocated_tokens, self._rows
             stopped = [request.after(rows.trajectory(row)) for row, request in enumerate(rows.requests)]
-            events.finished, events.beyond, events.preempted = [], {}, [*stopped, *self._incoming]
-            events.num_drafted = events.num_accepted = 0
+            events.preempted = [*stopped, *self._incoming]
             if self._drafter is not None:
                 for row in range(len(rows.requests)):
                     self._drafter.left(rows, row, ended=False)
@@ -676,12 +673,11 @@ class SlotGenerator(Versioned):
                 stopped_B[rows_N] |= rows.with_stop_string(numbers_N, sampling.stop, self._tokenizer)
         if self._drafter is not None:
             self._cache.roll_back(rows.counts[: len(tokens_B)] - 1)
-            events.accepted = self._drafter.took(rows, step, accepted_B)
+            events.accepted.update(self._drafter.took(rows, step, accepted_B))
             if step.ahead is not None:
                 step.ahead.take(accepted_B)
             events.num_drafted = 0 if step.draft is None else step.draft.num_tokens
             events.num_tokens += int(accepted_B.sum())
-            events.num_accepted = int(accepted_B.sum())
             events.beyond = {rows.requests[row].key: int(accepted_B[row]) for row in np.flatnonzero(accepted_B)}
         ended = np.flatnonzero(stopped_B | (rows.sampled[: len(tokens_B)] >= sampling.max_tokens)).tolist()
         for row in ended:

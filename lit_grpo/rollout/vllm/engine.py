@@ -347,7 +347,7 @@ class VLLMGenerator(EngineGenerator):
                 raise GenerationError(f"{stream.engine} {error}.") from error
             if output.finished and (counts := getattr(sampled, "spec_decode_metrics", None)) is not None:
                 events.num_drafted += counts.num_draft_tokens
-                events.num_accepted += sum(accepted * steps for accepted, steps in enumerate(counts.histogram))
+                events.accepted["vllm"] += sum(accepted * steps for accepted, steps in enumerate(counts.histogram))
 
 
 def _check_one_device(arguments: Mapping[str, Any]) -> None:

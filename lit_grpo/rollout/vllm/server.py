@@ -215,7 +215,7 @@ class VLLMServerGenerator(EngineGenerator):
         for arrival in arrivals:
             if isinstance(arrival.content, DraftCount):
                 events.num_drafted += arrival.content.num_drafted
-                events.num_accepted += arrival.content.num_accepted
+                events.accepted["vllm"] += arrival.content.num_accepted
                 continue
             stream = self._streams.of_ticket(arrival.ticket)
             if stream is None:
@@ -232,7 +232,7 @@ class VLLMServerGenerator(EngineGenerator):
             if stream.ticket is None:
                 self._at.pop(stream, None)
                 self._num_resumed = 0
-        self._num_due += (events.num_tokens - events.num_accepted) / events.num_active
+        self._num_due += (events.num_tokens - events.accepted.total()) / events.num_active
         events.num_steps = max(int(self._num_due), 0)
         self._num_due -= events.num_steps
 

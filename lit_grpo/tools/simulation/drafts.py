@@ -18,12 +18,12 @@ MOST_QUERIES = 256
 """As in ``lit_grpo.rollout.slots.generator``, which brings torch."""
 _NOTHING: Any = None  # of the device, where these drafts do not look
 
-DEVICES = {"h100": StepCost(3.65e-3, 7.1e-6, 25e-6 / 612, wait_s=0.61e-3, wait_row_s=47e-6)}
+DEVICES = {"h100": StepCost(3.65e-3, 7.1e-6, 25e-6 / 612, wait_s=0.555e-3, wait_row_s=24e-6)}
 """Costs of decode steps by device, from ``benchmarks/results/gpu-2026-11-27.json``.
 
 ``h100``: Qwen3-1.7B in bfloat16 on one H100, 8 to 64 rows, a prompt of 512 tokens and 200 more. All but attention takes
 3.45 ms and 7.1 us a row, attention .20 ms and 25 us a row: taken as proportional to the 612 tokens of a row's mean
-context, since other contexts were not measured. The host's .61 ms and 27 us a row are those of 8 and 64 rows of which
+context, since other contexts were not measured. The host's .555 ms and 4 us a row are those of 8 and 64 rows of which
 some end (``host_cost-2026-11-29.json``, on another machine), with 20 us a row for proposals. They are taken as hidden
 by the device, but for steps that try drafts.
 """

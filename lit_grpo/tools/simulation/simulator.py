@@ -102,10 +102,12 @@ class Schedule:
         return np.where((start <= steps) & (steps < end), first + np.rint(grown), 0).astype(np.int64)
 
     def seconds(self, cost: StepCost) -> float:
-        """Return the time that it takes."""
+        """Return the time that it takes: of device and host in turn where steps have drafts, else the longer."""
         start, end, active = self.segments.T[:3]
         rows, tokens, _, waits = self.work.T
-        return cost.seconds(end - start, active, rows, tokens, waits > 0)
+        device = cost.step_s * (end - start) + cost.row_s * rows + cost.token_s * tokens
+        host = (cost.wait_s + cost.wait_row_s * active) * (end - start)
+        return float(np.where(waits, device + host, np.maximum(device, host)).sum())
 
 
 class ReplayGenerator:

@@ -35,13 +35,12 @@ class Draft:
         counts_B = np.array([*map(len, cut)])
         if not counts_B.any():
             return None
-        tokens_BK = np.full((len(cut), counts_B.max()), -1)
-        is_there_BK = np.arange(tokens_BK.shape[1]) < counts_B[:, None]
-        tokens_BK[is_there_BK] = tokens_D = np.concatenate([tokens for tokens in cut if tokens]).astype(np.int64)
-        if tokens_D.min() < 0 or tokens_D.max() >= vocab_size:
-            token = int(tokens_D[(tokens_D < 0) | (tokens_D >= vocab_size)][0])
+        is_there_BK = np.arange(counts_B.max()) < counts_B[:, None]
+        tokens_BK = np.full(is_there_BK.shape, -1)
+        tokens_BK[is_there_BK] = tokens_D = np.concatenate(cut).astype(np.int64)
+        if len(wrong_D := tokens_D[(tokens_D < 0) | (tokens_D >= vocab_size)]):
             raise ValueError(
-                f"A drafter proposes token {token}, but the policy's vocabulary has tokens 0 to {vocab_size - 1}; "
+                f"A drafter proposes token {wrong_D[0]}, but the policy's vocabulary has tokens 0 to {vocab_size - 1}; "
                 "mend the drafter, or set model.generator.drafts to off."
             )
         rows_D, places_D = np.nonzero(is_there_BK)
