@@ -200,8 +200,9 @@ class Advantages:
     ``maxrl`` (minus the group's mean, divided by it), ``mc_grpo`` (minus the median), ``ngrpo`` (with a virtual
     completion that has the best reward), ``gdpo`` (each reward function normalized by itself), ``dcpo`` (smoothed over
     all samplings of a prompt), ``least_variance`` (minus the group's mean weighted by squared importance weights and
-    gradients), ``reinforce_plus_plus`` (minus the batch's mean) or ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalized over the batch). An estimator of
-    your own is the import path of a :class:`lit_grpo.update.advantages.estimator.EstimatorRow`, as in ``my_file.ROW``.
+    gradients), ``reinforce_plus_plus`` (minus the batch's mean) or ``reinforce_plus_plus_baseline`` (minus the group's
+    mean, then normalized over the batch). An estimator of your own is the import path of a
+    :class:`lit_grpo.update.advantages.estimator.EstimatorRow`, as in ``my_file.ROW``.
     """
     scale: ScaleBy | None = None
     """Divisor of the advantages: the standard deviation of the ``group`` or of the ``batch``, the median absolute
