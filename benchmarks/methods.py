@@ -211,6 +211,8 @@ METHODS = {
     "pods": Method(("pods:keep=4",)),
     "d3s": Method(("d3s:keep=6,tokens=0.8",)),
     "max_entropy": Method(("max_entropy:keep=4",)),
+    "coreset of half": Method(("benchmarks.coresets.Coreset",), tasks=("demo",)),
+    "random half": Method(({"benchmarks.coresets.Coreset": {"at_random": True}},), tasks=("demo",)),
     "rlep": Method(("rlep",)),
     "repo": Method(("repo",)),
     # when groups leave the buffer
@@ -316,7 +318,7 @@ def _here(methods: Sequence[str]) -> list[str]:
         names = [
             spec.partition(":")[0] if isinstance(spec, str) else next(iter(spec)) for spec in METHODS[method].plugins
         ]
-        missing = [name for name in names if name not in shipped()]
+        missing = [name for name in names if "." not in name and name not in shipped()]
         if missing:
             note(f"{method} is passed over: this checkout has no plug-in {missing[0]}.")
         else:
