@@ -13,6 +13,7 @@ from hand_made import Batches, Checkpoints, make_module, make_trainer, random_gr
 from examples.galore import DCT, GaLore
 from lit_grpo.optim import MuonAdamW
 from lit_grpo.policy.weights import TrainedWeights
+from lit_grpo.training.forecast import Demand, Sizes, forecast
 
 REWARDS = [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.2, 0.5]]
 SHAPES = [(24, 10), (10, 24), (16, 16), (10, 4), (12,)]
@@ -41,10 +42,12 @@ def test_galore_keeps_moments_of_the_rank() -> None:
 
 
 def test_projections_by_the_dct_step_as_those_of_their_authors() -> None:
-    """Steps of ``DCTAdamW`` of ista-daslab-optimizers 1.1.15, with ``proj="dct"``, ``rotate_subspace`` and eps 1e-6."""
+    """Printed by ``DCTAdamW`` of ista-daslab-optimizers 1.1.15 with ``proj="dct"``, ``rotate_subspace``, eps 1e-12."""
     weights = [random_weights()[place] for place in (0, 1)]
     before = [weight.detach().clone() for weight in weights]
-    take_steps(DCT(weights, lr=0.01, rank=4), weights, 5)
+    optimizer = DCT(weights, lr=0.01, rank=4)
+    optimizer.param_groups[0]["eps"] = 1e-12
+    take_steps(optimizer, weights, 5)
     changes = [weight.detach() - old for weight, old in zip(weights, before, strict=True)]
     assert changes[0].flatten()[:3].tolist() == pytest.approx(PRINTED[0], abs=2e-4)
     assert changes[1].flatten()[:3].tolist() == pytest.approx(PRINTED[1], abs=2e-4)
@@ -74,12 +77,14 @@ def test_muon_steps_matrices_of_layers_and_adamw_all_other_weights(tied: bool) -
     for name, weight in ours.named_parameters():
         assert torch.equal(weight, by_name[name]), name
     kept = num_bytes(optimizer)
+    demand = Demand(1, 2, 1, 1, 1, optimizer="MuonAdamW")
+    assert forecast(Sizes.of(ours.config), demand).resident["optimizer"] == pytest.approx(kept, rel=0.03)
     layers = sum(4 * one.numel() for name, one in by_name.items() if name in matrices)
     others = sum(8 * one.numel() + 4 for name, one in by_name.items() if name not in matrices)
     assert kept == layers + others
 
 
-def test_muon_needs_to_know_embeddings_and_says_what_it_needs() -> None:
+def test_muon_refuses_weights_of_which_it_does_not_know_the_embeddings() -> None:
     with pytest.raises(ValueError, match=r"give it lit_grpo\.policy\.weights\.TrainedWeights\(policy\) in place of"):
         MuonAdamW(random_weights())
 

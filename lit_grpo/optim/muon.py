@@ -31,7 +31,8 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: Weight decay of both parts.
 
     Raises:
-        ValueError: ``params`` does not say which matrices are embeddings, or a rate is not positive.
+        ValueError: ``params`` does not say which matrices are embeddings, or weights are shards (fsdp2), or a rate is
+            not positive.
     """
 
     @checks_arguments()
@@ -50,20 +51,19 @@ class MuonAdamW(torch.optim.Optimizer):
                 "MuonAdamW is not told which weights are embeddings; give it lit_grpo.policy.weights.TrainedWeights("
                 "policy) in place of policy.parameters()."
             )
+        if any(hasattr(weight, "_local_tensor") for weight in params):  # of a DTensor
+            raise ValueError("it needs whole matrices, and trainer.strategy fsdp2 keeps shards of them; use ddp")
         self.adamw_lr = lr if adamw_lr is None else adamw_lr
         tables = {id(weight) for weight in params.tables}
-        is_matrix = [weight.ndim == 2 and id(weight) not in tables for weight in params]
-        matrices, others = (
-            [w for w, one in zip(params, is_matrix, strict=True) if one is kind] for kind in (True, False)
-        )
-        muon, adamw = {"momentum": momentum, "adjust_lr_fn": "match_rms_adamw"}, {"betas": betas, "eps": eps}
+        matrices = [weight for weight in params if weight.ndim == 2 and id(weight) not in tables]
+        others = [weight for weight in params if weight.ndim != 2 or id(weight) in tables]
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
         if matrices:
-            part = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, **muon)
-            self._parts.append((part, 1.0))
+            muon = torch.optim.Muon(matrices, lr, weight_decay, momentum, adjust_lr_fn="match_rms_adamw")
+            self._parts.append((muon, 1.0))
         if others:  # foreach would take as much memory as these weights
-            part = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, foreach=False, **adamw)
-            self._parts.append((part, self.adamw_lr / lr))
+            adamw = torch.optim.AdamW(others, lr, betas, eps, weight_decay, foreach=False)
+            self._parts.append((adamw, self.adamw_lr / lr))
         super().__init__([group for part, _ in self._parts for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()
