@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shlex
 import sys
 import tempfile
@@ -32,6 +33,7 @@ import torch
 from benchmarks.learning_runs import Curves, LearningRun, train_here
 from benchmarks.report import Options, Row, commit, note, options_parser, versions, write
 from lit_grpo.methods import shipped
+from lit_grpo.tasks import ArithmeticRows
 from scripts.methods_page import GRPO, newest, tables
 
 SEEDS = (0, 1, 2)
@@ -67,7 +69,7 @@ def _words(fields: Mapping[str, Any]) -> list[str]:
     return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
 
 
-def _fields(prompts: int, group: int, learning_rate: float, num_rows: int, held_out: int) -> dict[str, Any]:
+def run_fields(prompts: int, group: int, learning_rate: float, num_rows: int, held_out: int) -> dict[str, Any]:
     return {
         "data.batch_size": prompts,
         "model.num_generations": group,
@@ -79,22 +81,42 @@ def _fields(prompts: int, group: int, learning_rate: float, num_rows: int, held_
     }
 
 
+class LongWorkings(ArithmeticRows):
+    """Exercises of the demo with at least nine subtractions, of which its policy solves about a tenth."""
+
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        """Draw until a working is long."""
+        while (row := super().draw(rng))["num_steps"] < 9:
+            pass
+        return row
+
+
 TASKS = {
-    "demo": Task("arithmetic", 60_000, 8, _fields(8, 8, 1e-4, 128, 512)),
-    "knights": Task("knights", 200_000, 10, _fields(8, 8, 2e-4, 64, 256)),
-    "word_problems": Task("word_problems", 6_500, 3, _fields(8, 8, 2e-5, 64, 96)),
+    "demo": Task("arithmetic", 60_000, 8, run_fields(8, 8, 1e-4, 128, 512)),
+    "hard": Task(
+        "arithmetic",
+        40_000,
+        4,
+        {
+            **run_fields(8, 8, 1e-4, 128, 128),
+            "data.train.class_path": "benchmarks.methods.LongWorkings",
+            "data.validation.class_path": "benchmarks.methods.LongWorkings",
+        },
+    ),
+    "knights": Task("knights", 200_000, 10, run_fields(8, 8, 2e-4, 64, 256)),
+    "word_problems": Task("word_problems", 6_500, 3, run_fields(8, 8, 2e-5, 64, 96)),
     "catch": Task(
         "catch",
         20_000,
         4,
-        _fields(8, 8, 1e-3, 1024, 128),
+        run_fields(8, 8, 1e-3, 1024, 128),
         ({"environments": {"factory": "lit_grpo.tasks.Catch", "tool_timeout_s": 10}},),
     ),
     "calculator": Task(
         "calculator",
         16_000,
         3,
-        _fields(8, 8, 3e-4, 128, 256),
+        run_fields(8, 8, 3e-4, 128, 256),
         (
             {
                 "environments": {
@@ -148,7 +170,8 @@ ECHO_TREE = "echo_tree:width=8,top=2,depth=1,low=0.1,high=0.5,rise=0.1,unsure=0.
 """For a vocabulary of a few tokens, of which two have almost all probability."""
 
 METHODS = {
-    GRPO: Method(tasks=(*OUTCOMES, *TURNS)),
+    GRPO: Method(tasks=(*OUTCOMES, *TURNS, "hard")),
+    "maxrl": Method(fields={"model.advantages.estimator": "maxrl"}, tasks=(*OUTCOMES, "hard")),
     "dps": Method(("dps",)),
     "poise": Method(("poise:at=12",)),
     "poise, groups of 4": Method(("poise:at=12",), SMALL_GROUPS),
@@ -202,6 +225,8 @@ METHODS = {
     "pods": Method(("pods:keep=4",)),
     "d3s": Method(("d3s:keep=6,tokens=0.8",)),
     "max_entropy": Method(("max_entropy:keep=4",)),
+    "coreset of half": Method(("benchmarks.coresets.Coreset",), tasks=("demo",)),
+    "random half": Method(({"benchmarks.coresets.Coreset": {"at_random": True}},), tasks=("demo",)),
     "rlep": Method(("rlep",)),
     "repo": Method(("repo",)),
     # when groups leave the buffer
@@ -213,7 +238,7 @@ METHODS = {
     "return_to_go": Method(("return_to_go",), tasks=("catch",)),
 }
 """The compared methods: a line here is a line of the page. A method's file may be absent."""
-QUICK = Task("arithmetic", 600, 1, _fields(2, 4, 3e-4, 4, 8))
+QUICK = Task("arithmetic", 600, 1, run_fields(2, 4, 3e-4, 4, 8))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -307,7 +332,7 @@ def _here(methods: Sequence[str]) -> list[str]:
         names = [
             spec.partition(":")[0] if isinstance(spec, str) else next(iter(spec)) for spec in METHODS[method].plugins
         ]
-        missing = [name for name in names if name not in shipped()]
+        missing = [name for name in names if "." not in name and name not in shipped()]
         if missing:
             note(f"{method} is passed over: this checkout has no plug-in {missing[0]}.")
         else:

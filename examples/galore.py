@@ -1,8 +1,11 @@
 """GaLore (arXiv 2403.03507) by its authors' package ``galore-torch``. ``python examples/galore.py``.
 
-In a run by its class path: ``--model.optimizer examples.galore.GaLore --model.optimizer.rank 128``.
+In a run by its class path: ``--model.optimizer examples.galore.GaLore --model.optimizer.rank 128``. ``DCT`` in place of
+``GaLore`` projects on columns of the discrete cosine transform, which needs no singular value decomposition.
 """
 
+import functools
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,15 +30,21 @@ class GaLore(GaLoreAdamW):
         rank: int = 128,
         update_proj_gap: int = 200,
         weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        scale: float = 0.25,
     ) -> None:
         weights = list(params)
-        low_rank = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": 0.25, "proj_type": "std"}
+        low_rank = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale, "proj_type": "std"}
         is_low_rank = [weight.ndim == 2 and min(weight.shape) > rank for weight in weights]
         of_low_rank = [weight for weight, low in zip(weights, is_low_rank, strict=True) if low]
         others = [weight for weight, low in zip(weights, is_low_rank, strict=True) if not low]
         groups: list[Any] = [{"params": of_low_rank, **low_rank}, {"params": others}]
         given = [group for group in groups if group["params"]]
-        super().__init__(given, lr=lr, weight_decay=weight_decay, no_deprecation_warning=True)
+        super().__init__(given, lr=lr, betas=betas, weight_decay=weight_decay, no_deprecation_warning=True)
+
+    def projector(self, weight: torch.nn.Parameter, group: dict[str, Any]) -> GaLoreProjector:
+        """Return the projector of a matrix without its projection."""
+        return GaLoreProjector(group["rank"], False, group["update_proj_gap"], group["scale"], group["proj_type"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with each projector as its matrix: checkpoints hold tensors and numbers alone."""
@@ -49,10 +58,73 @@ class GaLore(GaLoreAdamW):
         """Take over what ``state_dict`` returned."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for own in (self.state[weight] for weight in group["params"] if "projector" in self.state[weight]):
-                settings = (group["rank"], False, group["update_proj_gap"], group["scale"], group["proj_type"])
-                matrix, own["projector"] = own["projector"], GaLoreProjector(*settings)
-                own["projector"].ortho_matrix = matrix
+            for weight in (weight for weight in group["params"] if "projector" in self.state[weight]):
+                matrix = self.state[weight]["projector"]
+                self.state[weight]["projector"] = self.projector(weight, group)
+                self.state[weight]["projector"].ortho_matrix = matrix
+
+
+class DCT(GaLore):
+    """DCT-AdamW (arXiv 2505.17967): GaLore whose projections are columns of the orthogonal DCT matrix.
+
+    At each renewal the ``rank`` columns are chosen on which the gradient has the largest sum of magnitudes, and the
+    moments of columns that stay are kept. The state has the numbers of the columns, not a matrix. Without the paper's
+    error feedback.
+    """
+
+    def __init__(
+        self, params: Iterable[torch.nn.Parameter], update_proj_gap: int = 1, scale: float = 1.0, **settings: Any
+    ) -> None:
+        super().__init__(params, update_proj_gap=update_proj_gap, scale=scale, **settings)
+        for group in self.param_groups:
+            for weight in group["params"] if "rank" in group else ():
+                self.state[weight]["projector"] = self.projector(weight, group)
+
+    def projector(self, weight: torch.nn.Parameter, group: dict[str, Any]) -> GaLoreProjector:
+        """Return a projector that carries the moments of a matrix over to other columns."""
+        return DCTProjector(self.state[weight], group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned; torch has given numbers of columns the dtype of the weights."""
+        super().load_state_dict(state_dict)
+        for own in self.state.values():
+            if "projector" in own and own["projector"].ortho_matrix is not None:
+                own["projector"].ortho_matrix = own["projector"].ortho_matrix.long()
+
+
+class DCTProjector(GaLoreProjector):
+    """Projects on columns of the DCT matrix; ``ortho_matrix`` has their numbers."""
+
+    def __init__(self, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().__init__(group["rank"], False, group["update_proj_gap"], group["scale"])
+        self.state = state
+
+    def project(self, gradient: torch.Tensor, step: int) -> torch.Tensor:
+        """Return the gradient's coefficients of the chosen columns; choose others at every renewal."""
+        self.side = int(gradient.shape[0] >= gradient.shape[1])  # of the two, on which the columns are
+        self.basis = dct(min(gradient.shape), gradient.dtype, gradient.device)
+        coefficients = gradient @ self.basis if self.side else self.basis.T @ gradient
+        if step % self.update_proj_gap == 0:
+            columns = coefficients.abs().sum(1 - self.side).topk(self.rank).indices.sort().values
+            for name in {"exp_avg", "exp_avg_sq"} & self.state.keys():
+                of_all = torch.zeros_like(coefficients).index_copy_(self.side, self.ortho_matrix, self.state[name])
+                self.state[name] = of_all.index_select(self.side, columns)
+            self.ortho_matrix = columns
+        return coefficients.index_select(self.side, self.ortho_matrix)
+
+    def project_back(self, coefficients: torch.Tensor) -> torch.Tensor:
+        """Return the matrix that has these coefficients, times the scale."""
+        columns = self.basis[:, self.ortho_matrix]
+        return self.scale * (coefficients @ columns.T if self.side else columns @ coefficients)
+
+
+@functools.cache
+def dct(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the orthogonal matrix of the DCT-III, whose rows are cosines of 0, 1, 2 ... half-periods."""
+    number = torch.arange(size, dtype=torch.float64)
+    matrix = math.sqrt(2 / size) * torch.cos(math.pi * number[:, None] * (2 * number + 1) / (2 * size))
+    matrix[0] /= math.sqrt(2)
+    return matrix.to(device, dtype)
 
 
 if __name__ == "__main__":

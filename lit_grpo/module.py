@@ -55,6 +55,7 @@ from lit_grpo.policy.nf4 import has_four_bits, without_quant_states
 from lit_grpo.policy.saving import Comparison, export
 from lit_grpo.policy.sharding import class_of, gather_for_sampling
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import TrainedWeights
 from lit_grpo.process.packages import MISSING_KERNELS
 from lit_grpo.process.threads import wait_without_spinning
 from lit_grpo.rewards import RewardSpec, load_rewards
@@ -472,7 +473,7 @@ class GRPOModule(EvaluationModule):
 
     def configure_optimizers(self) -> Any:
         """Make the optimizer, and the scheduler that is stepped with it."""
-        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+        trained = TrainedWeights(self.policy)
         if not trained:
             raise ValueError("model.policy has no weight that may be trained; set requires_grad of some of them.")
         optimizer, scheduler = make_part("model.optimizer", self.make_optimizer, trained), None

@@ -19,6 +19,7 @@ from lit_grpo.update.advantages.estimator import ESTIMATORS, Advantages, GroupRe
 from lit_grpo.update.advantages.functions import (
     globally_normalized_advantages,
     leave_one_out_advantages,
+    mean_normalized_advantages,
     median_advantages,
     per_reward_advantages,
     virtual_maximum_advantages,
@@ -136,6 +137,31 @@ def test_where_the_median_distance_is_zero_mc_grpo_divides_by_the_mean_distance(
     result = rows(median_advantages, tensor([rewards]))[0]
     assert float(result[0]) == pytest.approx(1 / (1 / size + 1e-3))
     assert int(result.isnan().sum()) == 1 and result[1:].nan_to_num(0.0).tolist() == [0.0] * (size - 1)
+
+
+@pytest.mark.parametrize(("size", "chance"), [(2, 0.5), (4, 0.1), (8, 0.02)])
+def test_the_expected_step_of_maxrl_is_the_gradient_of_a_truncated_log_likelihood(size: int, chance: float) -> None:
+    """The gradient of log p = - sum over k of (1 - p)^k / k, cut after order n - 1 (arXiv 2602.02710, section 3).
+
+    All groups of rewards 0 and 1 are enumerated; p is the logistic function of its one parameter.
+    """
+    outcomes = tensor(list(itertools.product((0, 1), repeat=size)))
+    likelihood_P = torch.where(outcomes == 1, chance, 1 - chance).prod(1)
+    step_P = (rows(mean_normalized_advantages, outcomes) * (outcomes - chance)).mean(1)  # grad log pi is r - p
+    truncated = sum((1 - chance) ** (k - 1) for k in range(1, size))
+    of_all = (likelihood_P * step_P).sum()
+    assert_close(of_all, chance * (1 - chance) * truncated)
+
+
+def test_maxrl_is_that_of_its_authors_and_refuses_penalties() -> None:
+    """Printed by compute_p_normalization_outcome_advantage of tajwarfahim/maxrl at 7db6bb9, which adds 1e-6."""
+    rewards = [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [0.5, 0.25, 0, 1]]
+    printed = [[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0] * 4, [1 / 7, -3 / 7, -1, 9 / 7]]
+    assert of("maxrl")([[float(value) for value in row] for row in rewards]).tolist() == pytest.approx(
+        printed, abs=1e-4
+    )
+    with pytest.raises(ValueError, match=r"has reward -0\.5; use reward functions without negative values"):
+        of("maxrl")([[1.0, -0.5]])
 
 
 @pytest.mark.parametrize("baseline", [False, True])

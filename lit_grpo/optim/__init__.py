@@ -1,5 +1,6 @@
-"""Learning-rate schedules that torch does not have."""
+"""An optimizer and a learning-rate schedule that torch does not have."""
 
+from lit_grpo.optim.muon import MuonAdamW
 from lit_grpo.optim.schedule import WarmupDecayLR
 
-__all__ = ["WarmupDecayLR"]
+__all__ = ["MuonAdamW", "WarmupDecayLR"]

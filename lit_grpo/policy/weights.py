@@ -20,6 +20,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Named = tuple[str, torch.Tensor]
+
+
+class TrainedWeights(list[torch.nn.Parameter]):
+    """The trained weights of a policy, in its order, as an optimizer receives them.
+
+    Attributes:
+        tables: Those that have a row per token or position: of embeddings and of the head.
+    """
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        super().__init__(weight for weight in policy.parameters() if weight.requires_grad)
+        modules = [module for module in policy.modules() if isinstance(module, torch.nn.Embedding)]
+        owned = {id(module.weight) for module in [*modules, policy.get_output_embeddings()] if module is not None}
+        self.tables = [weight for weight in self if id(weight) in owned]
+
+
 _WORD = 8  # bytes
 _COLUMNS, _ROWS = 1024, 256  # words
 

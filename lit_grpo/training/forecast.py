@@ -25,8 +25,8 @@ LARGE = 1024  # a hidden state of more numbers; layers of such models take secon
 SLOTS, VLLM = "SlotGenerator", "VLLMGenerator"
 SEVERAL = 2  # blocks of logits in memory at a time
 HEAD_BLOCK = {"cpu": 2**21, "cuda": 2**25}
-MOMENTS = {"AdamW": 8.0, "AdamW8bit": 2.1, "SGD": 0.0}
-"""Bytes of optimizer state for each trained weight in float32."""
+MOMENTS = {"AdamW": (8.0, 8.0), "AdamW8bit": (2.1, 2.1), "SGD": (0.0, 0.0), "MuonAdamW": (4.0, 8.0)}
+"""Bytes of optimizer state for each trained weight in float32: of layers, and outside of them."""
 TEMPORARIES = 4.0
 """Bytes for each trained weight in float32 that a step of AdamW takes on a GPU if it is not fused."""
 CONTEXT = {"cpu": 0.0, "cuda": 0.65 * 2**30}
@@ -242,13 +242,15 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
     total = sizes.parameters
     adapters = demand.lora_rank * sizes.num_layers * sizes.layer_features
     trained = adapters if demand.lora_rank else total
+    in_layers, outside = MOMENTS[demand.optimizer]
+    num_outside = 0 if demand.lora_rank else sizes.other_parameters
     frozen_layers = sizes.num_layers * sizes.layer_parameters
     weights = (total + adapters) * demand.weight_bytes
     if demand.nf4:
         weights = frozen_layers * NF4_BYTES + (sizes.other_parameters + adapters) * demand.weight_bytes
     resident = {
         "weights": weights,
-        "optimizer": trained * MOMENTS[demand.optimizer] * demand.weight_bytes / 4,
+        "optimizer": ((trained - num_outside) * in_layers + num_outside * outside) * demand.weight_bytes / 4,
         "device": CONTEXT[demand.device],
         "workspaces": WORKSPACES[demand.device],
     }

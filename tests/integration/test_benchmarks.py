@@ -119,6 +119,7 @@ WITHOUT_VLLM = (
         "methods",
         "mixture",
         "nf4_gap",
+        "optimizers",
         "planner_cost",
         "plans",
         "same_curves",

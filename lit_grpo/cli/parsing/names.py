@@ -17,6 +17,7 @@ OPTIMIZERS = {
     "AdamW": "torch.optim.AdamW",
     "SGD": "torch.optim.SGD",
     "AdamW8bit": "bitsandbytes.optim.AdamW8bit",
+    "MuonAdamW": "lit_grpo.optim.MuonAdamW",
 }
 SCHEDULERS = {"WarmupDecayLR": "lit_grpo.optim.WarmupDecayLR"} | {
     name: f"torch.optim.lr_scheduler.{name}"

@@ -21,13 +21,14 @@ from lit_grpo.update.advantages.functions import (
     group_advantages,
     least_variance_advantages,
     leave_one_out_advantages,
+    mean_normalized_advantages,
     median_advantages,
     per_reward_advantages,
     virtual_maximum_advantages,
 )
 from lit_grpo.update.advantages.smoothing import smoothed_advantages
 
-ScaleBy = Literal["group", "batch", "tokens", "mad", "mad_nonzero", "none"]
+ScaleBy = Literal["group", "batch", "tokens", "mean", "mad", "mad_nonzero", "none"]
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,11 @@ def _normalized(baseline: bool) -> Callable[[GroupRewards, EstimatorInputs], tor
 ESTIMATORS: Mapping[str, EstimatorRow] = {
     "grpo": EstimatorRow(_scaled(group_advantages), ("group", "batch", "none")),
     "rloo": EstimatorRow(_scaled(leave_one_out_advantages), ("none", "group", "batch")),
+    "maxrl": EstimatorRow(
+        lambda rewards, _: mean_normalized_advantages(rewards.rewards_R, rewards.groups_R),
+        ("mean",),
+        needs=frozenset({"plain_rewards"}),
+    ),
     "mc_grpo": EstimatorRow(_scaled(median_advantages), ("mad", "mad_nonzero", "none")),
     "ngrpo": EstimatorRow(
         _ngrpo,
@@ -191,18 +197,19 @@ class Advantages:
 
     estimator: str = "grpo"
     """Estimator of the advantages: ``grpo`` (minus the group's mean), ``rloo`` (minus the mean of the others),
-    ``mc_grpo`` (minus the median), ``ngrpo`` (with a virtual completion that has the best reward), ``gdpo`` (each
-    reward function normalized by itself), ``dcpo`` (smoothed over all samplings of a prompt), ``least_variance`` (minus
-    the group's mean weighted by squared importance weights and gradients), ``reinforce_plus_plus`` (minus the batch's
-    mean) or ``reinforce_plus_plus_baseline`` (minus the group's mean, then normalized over the batch). An estimator of
-    your own is the import path of a :class:`lit_grpo.update.advantages.estimator.EstimatorRow`, as in ``my_file.ROW``.
+    ``maxrl`` (minus the group's mean, divided by it), ``mc_grpo`` (minus the median), ``ngrpo`` (with a virtual
+    completion that has the best reward), ``gdpo`` (each reward function normalized by itself), ``dcpo`` (smoothed over
+    all samplings of a prompt), ``least_variance`` (minus the group's mean weighted by squared importance weights and
+    gradients), ``reinforce_plus_plus`` (minus the batch's mean) or ``reinforce_plus_plus_baseline`` (minus the group's
+    mean, then normalized over the batch). An estimator of your own is the import path of a
+    :class:`lit_grpo.update.advantages.estimator.EstimatorRow`, as in ``my_file.ROW``.
     """
     scale: ScaleBy | None = None
     """Divisor of the advantages: the standard deviation of the ``group`` or of the ``batch``, the median absolute
-    deviation ``mad``, or ``none``. By default ``group`` for grpo, ngrpo, dcpo and least_variance, ``none`` for rloo,
-    ``mad`` for mc_grpo and ``batch`` for the others. ``mad_nonzero`` divides like ``mad``, then multiplies by n over
-    the number of the group's advantages that are not 0 (MC-GRPO on GSM8K). ``tokens``, for both reinforce_plus_plus,
-    takes the batch's mean and deviation over tokens.
+    deviation ``mad``, the group's ``mean``, or ``none``. By default ``group`` for grpo, ngrpo, dcpo and least_variance,
+    ``none`` for rloo, ``mean`` for maxrl, ``mad`` for mc_grpo and ``batch`` for the others. ``mad_nonzero`` divides
+    like ``mad``, then multiplies by n over the number of the group's advantages that are not 0 (MC-GRPO on GSM8K).
+    ``tokens``, for both reinforce_plus_plus, takes the batch's mean and deviation over tokens.
     """
     max_reward: Annotated[float, Limit(finite=True)] = 1.0
     """Highest reward that a completion can get, for ``ngrpo``."""

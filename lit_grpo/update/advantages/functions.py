@@ -80,6 +80,28 @@ def least_variance_advantages(
     return centered_R.to(rewards_R.dtype)
 
 
+def mean_normalized_advantages(rewards_R: torch.Tensor, groups_R: torch.Tensor) -> torch.Tensor:
+    """Divide by the group's mean reward: ``A = (r - mean) / mean``, 0 where the mean is 0 (MaxRL, arXiv 2602.02710).
+
+    For rewards 0 and 1 and groups of n, the expected gradient is that of ``log p`` with its series in ``1 - p`` cut
+    after the term of order n - 1, where p is the chance of a success; that of ``scale="none"`` of ``grpo`` is
+    ``(n - 1) / n`` times the gradient of p. The authors' code adds 1e-6 to the mean
+    (``compute_p_normalization_outcome_advantage`` of tajwarfahim/maxrl at 7db6bb9).
+
+    Raises:
+        ValueError: A reward is negative.
+    """
+    exact_R = rewards_R.double()
+    if (lowest := min(exact_R.nan_to_num(0.0).tolist(), default=0.0)) < 0:
+        raise ValueError(
+            f"advantages.estimator maxrl divides by a group's mean reward, but a completion has reward {lowest:g}; "
+            "use reward functions without negative values, or estimator grpo."
+        )
+    sums_R, counts_R = _sums(exact_R, groups_R)
+    mean_R = (sums_R / counts_R).where(sums_R > 0, 1.0)
+    return (less_group_mean(exact_R, groups_R) / mean_R).to(rewards_R.dtype)
+
+
 def globally_normalized_advantages(
     rewards_R: torch.Tensor, groups_R: torch.Tensor, baseline: bool, num_tokens_R: torch.Tensor | None = None
 ) -> torch.Tensor:
