@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_grpo.display.due import is_due
@@ -131,8 +131,8 @@ class SampleLogger(Observer):
         with (folder / f"{table}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json_line(row) for row in rows)
         for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_table(table, columns=list(rows[0]), data=_cells(rows), step=step)
+            if (log_table := getattr(logger, "log_table", None)) is not None:  # W&B and trackio
+                log_table(table, columns=list(rows[0]), data=_cells(rows), step=step)
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text(table, _markdown(rows), step)
 

@@ -1,3 +1,9 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["lit_grpo", "galore-torch==1.0", "torch>=2.11"]
+# [tool.uv.sources]
+# lit_grpo = { path = "..", editable = true }
+# ///
 """GaLore (arXiv 2403.03507) by its authors' package ``galore-torch``. ``python examples/galore.py``.
 
 In a run by its class path: ``--model.optimizer examples.galore.GaLore --model.optimizer.rank 128``. ``DCT`` in place of

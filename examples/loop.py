@@ -1,3 +1,9 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["lit_grpo", "torch>=2.11"]
+# [tool.uv.sources]
+# lit_grpo = { path = "..", editable = true }
+# ///
 """GRPO as one loop, without Lightning: the page to read first. ``python examples/loop.py``."""
 
 import torch

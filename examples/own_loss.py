@@ -1,3 +1,9 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["lit_grpo", "torch>=2.11"]
+# [tool.uv.sources]
+# lit_grpo = { path = "..", editable = true }
+# ///
 """Your own reward and your own loss. ``python examples/own_loss.py``.
 
 An objective is a row of ``RECIPES``: a function of the log-ratio and the facts of each token, and the way in which

@@ -1,3 +1,9 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["lit_grpo", "lightning>=2.6.1", "torch>=2.11"]
+# [tool.uv.sources]
+# lit_grpo = { path = "..", editable = true }
+# ///
 """Your own Trainer and callbacks with lit_grpo's module and data. ``python examples/own_trainer.py``."""
 
 from typing import Any

@@ -1,3 +1,9 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["lit_grpo"]
+# [tool.uv.sources]
+# lit_grpo = { path = "..", editable = true }
+# ///
 """The shortest run: a policy, prompts, a reward, and a number of updates. ``python examples/train.py``."""
 
 import lit_grpo

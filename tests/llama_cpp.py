@@ -26,21 +26,41 @@ def python() -> str | None:
     return os.environ.get(VARIABLE) or here
 
 
-def ask(path: Path, questions: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+def ask(path: Path, questions: Sequence[tuple[str, dict[str, Any]]], adapter: Path | None = None) -> list[Any]:
     """Open a GGUF file with llama.cpp, and return the answers of its server.
 
     Args:
         path: The file.
         questions: Paths of the server with their bodies, such as ``("/tokenize", {"content": "a"})``.
+        adapter: The file of a LoRA adapter, which is added to the model.
 
     Raises:
         ValueError: llama.cpp cannot load the file, or cannot answer.
     """
-    given = json.dumps({"path": str(path), "questions": questions})
+    given = json.dumps({"path": str(path), "questions": questions, "adapter": adapter and str(adapter)})
     ran = subprocess.run([str(python()), __file__], input=given, capture_output=True, text=True, timeout=120)
     if ran.returncode:
         raise ValueError(f"llama.cpp failed on {path.name}: {ran.stderr[-2000:]}")
     return json.loads(ran.stdout.splitlines()[-1])
+
+
+def logprobs(path: Path, ids: Sequence[int], num_rows: int, adapter: Path | None = None) -> list[list[float]]:
+    """Return the log-probs of all tokens after each beginning of a text, shape (tokens, vocabulary).
+
+    Args:
+        path: The GGUF file of a model.
+        ids: The text's tokens; the first is neither an end token nor a part of a character.
+        num_rows: The number of tokens of the vocabulary.
+        adapter: As in :func:`ask`.
+    """
+    wanted = {"n_predict": 1, "n_probs": num_rows, "logit_bias": [[ids[0], 1e9]]}  # the log-probs are without the bias
+    begun = [("/completion", {"prompt": list(ids[: end + 1]), **wanted}) for end in range(len(ids))]
+    found = []
+    for answer in ask(path, begun, adapter):
+        (token,) = answer["completion_probabilities"]
+        of_token = {each["id"]: each["logprob"] for each in token["top_logprobs"]}
+        found.append([of_token[row] for row in range(num_rows)])
+    return found
 
 
 def main() -> None:
@@ -50,6 +70,12 @@ def main() -> None:
     told = json.load(sys.stdin)
     options = xllamacpp.CommonParams()
     options.model.path, options.n_ctx, options.n_parallel, options.warmup = told["path"], 256, 1, False
+    options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # attention rounds else to 16 bits
+    options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if told["adapter"]:
+        adapter = xllamacpp.CommonAdapterLoraInfo()
+        adapter.path, adapter.scale = told["adapter"], 1.0
+        options.lora_adapters = [adapter]
     options.cpuparams.n_threads, options.n_threads_http, options.port = 1, 1, 0
     server = xllamacpp.Server(options)
     found = []

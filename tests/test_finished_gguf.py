@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 import torch
-from conftest import save_policy
+from conftest import save_policy, table_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.saving import export
 from lit_grpo.tools.finishing.families import FAMILIES, find_family, in_pairs
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed (the extra smollm2)")
 from lit_grpo.tools.finishing.comparison import PolicyLogprobs  # noqa: E402  # needs gguf
-from lit_grpo.tools.finishing.gguf_writer import KINDS, planned_bytes, write_gguf  # noqa: E402
+from lit_grpo.tools.finishing.gguf_writer import KINDS, planned_bytes, write_adapter, write_gguf  # noqa: E402
 from lit_grpo.tools.finishing.vocabulary import SPLITS, splitter  # noqa: E402
 
 TEXTS = [
@@ -157,6 +159,79 @@ def test_the_planned_size_is_that_of_the_file(kind: str, tmp_path: Path) -> None
     shapes = {name: tuple(weight.shape) for name, weight in policy.named_parameters()}
     planned = planned_bytes(policy.config, shapes, load_tokenizer(str(folder)), kind)
     assert abs(planned - path.stat().st_size) < 20_000
+
+
+def adapted(kind: str, place: Path, **settings: Any) -> Path:
+    """Save a policy with a random LoRA adapter as an export does, and GGUF files of the base and of both together."""
+    from peft import LoraConfig
+
+    policy, tokenizer = load_policy(str(made(kind, place / "base"))), load_tokenizer(str(place / "base"))
+    wanted: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    policy.add_adapter(LoraConfig(**wanted | settings))
+    drawn = torch.Generator().manual_seed(1)
+    for name, weight in policy.named_parameters():
+        if ".lora_" in name:
+            weight.data.normal_(0, 0.2, generator=drawn)
+    export(policy, tokenizer, place / "policy")
+    write_gguf(place / "base", place / "base.gguf", "f32", "base")
+    write_gguf(place / "policy", place / "policy.gguf", "f32", "policy")
+    return place / "policy"
+
+
+PATTERNS = {
+    "rank_pattern": {"k_proj": 2},
+    "alpha_pattern": {r"0\.self_attn\.q_proj": 9, "up_proj": 3},
+    "use_rslora": True,
+}
+ADAPTED = [(kind, settings) for kind in FAMILIES for settings in ({}, PATTERNS)]
+
+
+@pytest.mark.parametrize(("kind", "settings"), table_rows(ADAPTED, [ADAPTED[1], ADAPTED[6]]))
+def test_an_adapter_alone_is_what_training_added_to_the_base(kind: str, settings: dict, tmp_path: Path) -> None:
+    """By the formula of llama.cpp: W + alpha / rank B A, where the rank is that of the layer's matrices."""
+    write_adapter(adapted(kind, tmp_path, **settings), tmp_path / "adapter.gguf", "an adapter", "mit")
+    files = {name: gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("base", "policy", "adapter")}
+    base, policy, adapter = ({one.name: one.data for one in file.tensors} for file in files.values())
+    told = {name: field.contents() for name, field in files["adapter"].fields.items() if not name.startswith("GGUF")}
+    assert told == {
+        **{
+            "general.architecture": FAMILIES[kind].architecture,
+            "general.type": "adapter",
+            "general.name": "an adapter",
+        },
+        **{"general.license": "mit", "adapter.type": "lora", "adapter.lora.alpha": 6.0},
+    }
+    assert len(adapter) == 2 * 7 * SIZES["num_hidden_layers"]
+    for name, weight in base.items():
+        a, b = adapter.get(f"{name}.lora_a"), adapter.get(f"{name}.lora_b")
+        added = 0 if a is None else told["adapter.lora.alpha"] / len(a) * (b @ a)
+        np.testing.assert_allclose(weight + added, policy[name], rtol=0, atol=1e-5, err_msg=name)
+        assert a is None or np.abs(added).max() > 0.1
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(llama_cpp.python() is None, reason=llama_cpp.MISSING)
+@pytest.mark.parametrize(("kind", "settings"), ADAPTED)
+def test_llama_cpp_itself_adds_an_adapter_to_its_base(kind: str, settings: dict, tmp_path: Path) -> None:
+    write_adapter(adapted(kind, tmp_path, **settings), tmp_path / "adapter.gguf", "an adapter")
+    ids, num_rows = list(range(5, 21)), SIZES["vocab_size"]
+    with torch.no_grad():
+        policy: Any = load_policy(str(tmp_path / "policy")).eval()
+        trained_TV = policy(torch.tensor(ids)[None]).logits[0].log_softmax(-1)
+    merged_TV = torch.tensor(llama_cpp.logprobs(tmp_path / "policy.gguf", ids, num_rows))
+    added_TV = torch.tensor(llama_cpp.logprobs(tmp_path / "base.gguf", ids, num_rows, tmp_path / "adapter.gguf"))
+    base_TV = torch.tensor(llama_cpp.logprobs(tmp_path / "base.gguf", ids, num_rows))
+    torch.testing.assert_close(added_TV, merged_TV, rtol=0, atol=1e-3)
+    torch.testing.assert_close(added_TV, trained_TV, rtol=0, atol=1e-3)
+    assert (added_TV - base_TV).abs().max() > 1
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_more_than_layers_is_left_out_with_a_sentence(target: str, tmp_path: Path) -> None:
+    policy = adapted("llama", tmp_path, target_modules=["q_proj", target])
+    with pytest.raises(ValueError, match=rf"has no GGUF file, because it holds .*{target}.*; the other files have it"):
+        write_adapter(policy, tmp_path / "adapter.gguf", "an adapter")
+    assert not (tmp_path / "adapter.gguf").exists()
 
 
 @pytest.mark.parametrize("pre", [pre for pre in SPLITS if pre != "smaug-bpe"])

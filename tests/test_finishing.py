@@ -92,7 +92,8 @@ def test_the_folder_is_the_policy_with_a_card(run: Path, tmp_path: Path, capsys:
     said, folder = capsys.readouterr().out, run / "finished"
     assert said.startswith(f"The finished model is in {folder}.\n") and "made-q8_0.gguf: its log-probs differ" in said
     assert {path.name for path in folder.iterdir()} == {
-        *("README.md", "config.json", "curves.png", "generation_config.json", "made-f32.gguf", "made-q8_0.gguf"),
+        *("Modelfile", "README.md", "config.json", "curves.png", "generation_config.json"),
+        *("made-f32.gguf", "made-q8_0.gguf"),
         *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     }
     assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
@@ -650,9 +651,15 @@ def test_a_lora_run_is_finished_from_its_checkpoints(tmp_path: Path, monkeypatch
         assert told["base_model_name_or_path"] == "tiny"
         alone: Any = peft.PeftModel.from_pretrained(base, str(adapter))
         torch.testing.assert_close(alone(ids).logits, trained, rtol=0, atol=1e-4)
+    assert (adapter / "lora-adapter.gguf").stat().st_size > (adapter / "adapter_model.safetensors").stat().st_size / 2
+    asked = '\nTEMPLATE """{{ .Prompt }}"""\nPARAMETER stop "<eos>"\n'
+    assert (run / "finished" / "Modelfile").read_text() == f"FROM ./lora-f32.gguf{asked}"
+    assert (adapter / "Modelfile").read_text().endswith(f"\nFROM ./tiny.gguf\nADAPTER ./lora-adapter.gguf{asked}")
     card = (run / "finished" / "README.md").read_text()
-    assert "`tiny` trained with LoRA, merged into the base's weights here, by GRPO" in card
-    assert "for 2 updates" in card and "`adapter/`" in card and str(tmp_path) not in card
+    assert (
+        "`tiny` trained with LoRA, merged into the base's weights here, by GRPO" in card and str(tmp_path) not in card
+    )
+    assert "for 2 updates" in card and "| `adapter/` | the LoRA adapter alone, for peft and llama.cpp |" in card
     main([str(run), "--gguf", "none", "--checkpoint", "best", "--output", "best"])
     card = Path("best/README.md").read_text()
     assert "The checkpoint was chosen by this held-out score, so the score is optimistic." in card

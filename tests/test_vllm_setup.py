@@ -82,6 +82,7 @@ class EngineArgs:
     kv_transfer_config: Any = None
     max_model_len: int = 0
     max_num_seqs: int = 0
+    quantization: str | None = None
 
 
 def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
@@ -92,6 +93,11 @@ def test_an_unknown_engine_argument_is_named_with_those_like_it() -> None:
         check_engine_args({"logprobs_mode": "raw_logprobs"}, EngineArgs)
     with pytest.raises(ValueError, match=r"engine_args.kv_transfer_config keeps the KV cache of old weights"):
         check_engine_args({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, EngineArgs)
+    with pytest.raises(
+        ValueError, match=r"quantization is 'awq_marlin', .* packed beforehand, .* take fp8_per_tensor or"
+    ):
+        check_engine_args({"quantization": "awq_marlin"}, EngineArgs)
+    check_engine_args({"quantization": "fp8_per_tensor"}, EngineArgs)
 
 
 @pytest.mark.parametrize("version", ["0.23.1", "0.9.2", "0.31.3"])

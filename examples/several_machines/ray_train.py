@@ -1,3 +1,9 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["lit_grpo", "ray[train]>=2.60"]
+# [tool.uv.sources]
+# lit_grpo = { path = "../..", editable = true }
+# ///
 """On a Ray cluster of eight GPUs:  WORKERS=8 python examples/several_machines/ray_train.py --config gsm8k_qwen3_1.7b
 Each worker is a rank with a GPU, or with a CPU if there is no GPU. Arguments are those of python -m lit_grpo fit.
 """

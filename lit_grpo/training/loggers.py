@@ -1,4 +1,4 @@
-"""The loggers of a run: its own CSV file, TensorBoard and W&B, or the user's."""
+"""The loggers of a run: its own CSV file, TensorBoard and W&B, or those that the user names, such as trackio."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
 
 from lit_grpo.process.files import replace_file
 from lit_grpo.process.inputs import read_lines, read_text
+from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
 from lit_grpo.tools.dashboard import sections
 from lit_grpo.tools.dashboard.tensorboard import hyperparameters, layout, scalars, tag
@@ -218,6 +220,65 @@ class TensorBoard(TensorBoardLogger):
     def save(self) -> None:
         """Flush the events. Lightning's logger would write the settings too, which the run's folder has already."""
         self.experiment.flush()
+
+
+class Trackio(Logger):
+    """Logs to trackio, on this machine or to a Space of the Hugging Face hub, by the names of docs/metrics.md.
+
+    Set it as ``trainer.logger lit_grpo.training.loggers.Trackio``; ``trackio show`` opens the dashboard.
+
+    Args:
+        project: Name of the project; its dashboard compares the project's runs.
+        name: Name of the run; by default trackio makes one up.
+        init: Other arguments of ``trackio.init``, such as ``space_id``, or ``resume: allow`` to continue the run that
+            has this name.
+    """
+
+    def __init__(self, project: str = "lit_grpo", name: str | None = None, init: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        require("trackio", "trainer.logger is Trackio, and trackio is not installed; install lit_grpo[trackio].")
+        self._init: dict[str, Any] = {"project": project, "name": name, "config": {}, **(init or {})}
+        self._run: Any = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """Trackio's run."""
+        if self._run is None:
+            import trackio
+
+            self._run = trackio.init(**self._init)
+            self._init |= {"name": self._run.name, "resume": "allow"}  # for metrics that come after the end of a fit
+        return self._run
+
+    @property
+    def name(self) -> str:
+        return self._init["project"]
+
+    @property
+    def version(self) -> str | None:
+        return self._init["name"]
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self._init["config"] |= {name: str(value) for name, value in dict(params or {}).items()}
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.experiment.log(dict(metrics), step)
+
+    @rank_zero_only
+    def log_table(self, key: str, columns: list[str], data: list[list[Any]], step: int | None = None) -> None:
+        """Log a table, as W&B's logger does."""
+        import trackio
+
+        self.experiment.log({key: trackio.Table(columns, data)}, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
 
 
 class MetricsCSV(Logger):

@@ -65,6 +65,8 @@ _DRAFT_FIELDS = (
     *("disable_padded_drafter_batch", "disable_eagle_block_drop"),
 )
 _DRAFT_SHORTCUTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+_PACKED = ("awq", "auto_awq", "awq_marlin", "gptq", "auto_gptq", "gptq_marlin", "compressed-tensors", "moe_wna16")
+"""Quantizations that need files of packed weights. MARLIN's four-bit kernels belong to them."""
 _WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 _CPU_SHARE = 0.4
 """Fraction of a machine's memory for the KV cache of servers on its CPU; vLLM's own 0.92 fails next to a trainer."""
@@ -262,6 +264,12 @@ def check_engine_args(arguments: Mapping[str, Any], engine_args: type) -> None:
         raise ValueError(
             f"engine_args.logprobs_mode is {mode!r}, but tokens are learned with the log-probs that they were sampled "
             "with; leave it out."
+        )
+    if (quantization := arguments.get("quantization")) in _PACKED:
+        raise ValueError(
+            f"engine_args.quantization is {quantization!r}, which reads weights that were packed beforehand, but every "
+            "sync sends weights in 16 or 32 bits; take fp8_per_tensor or another method that rounds them as they "
+            "arrive, or leave it out."
         )
     if arguments.get("kv_transfer_config") is not None:
         raise ValueError("engine_args.kv_transfer_config keeps the KV cache of old weights; leave it out.")

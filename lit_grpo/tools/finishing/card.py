@@ -14,7 +14,6 @@ from lit_grpo.tools.dashboard.report.folder import RunRecords
 from lit_grpo.tools.finishing import record
 from lit_grpo.tools.finishing.comparison import Cost
 from lit_grpo.tools.finishing.origin import HUB_ID, Origin
-from lit_grpo.tools.finishing.vocabulary import Vocabulary
 
 MAX_CHARACTERS = 1_000
 """Of a prompt or a completion that the card shows."""
@@ -29,10 +28,11 @@ class Contents:
         version: The update of its policy.
         checkpoint: Checkpoint that was finished: ``best`` or ``last``.
         num_weights: Number of the policy's weights.
-        has_adapter: Whether the folder ``adapter`` has the adapter alone.
+        adapter_for: Programs that the folder ``adapter`` has the adapter alone for; empty without an adapter.
         has_picture: Whether there is a picture of the curves.
         gguf: The GGUF files by their kinds: name, size in bytes, and the comparison with the policy.
-        vocabulary: The tokenizer in the GGUF files; None without files.
+        has_chat: Whether llama.cpp renders conversations by the GGUF files.
+        left_out: What GGUF files and their readers do in another way than the policy, a sentence each.
         place: What ``from_pretrained`` takes: the repository on the hub, or the folder that holds the card.
         tokenizer_class: The class of transformers that loads the tokenizer as its file describes it.
         num_carried: Number of tensors of multi-token prediction, which are the base's.
@@ -42,10 +42,11 @@ class Contents:
     version: int
     checkpoint: str
     num_weights: int
-    has_adapter: bool
+    adapter_for: Sequence[str]
     has_picture: bool
     gguf: Mapping[str, tuple[str, int, Cost]]
-    vocabulary: Vocabulary | None = None
+    has_chat: bool = False
+    left_out: Sequence[str] = ()
     place: str = "."
     tokenizer_class: str = "AutoTokenizer"
     num_carried: int = 0
@@ -93,7 +94,7 @@ def _about(run: RunRecords, origin: Origin, contents: Contents) -> str:
     base = f"[{origin.hub_id}](https://huggingface.co/{origin.hub_id})" if origin.hub_id else code_span(origin.name)
     how = "GRPO" if _method(run) == "grpo" else "supervised fine-tuning"
     which = "the checkpoint with the best held-out score" if contents.checkpoint == "best" else "its last checkpoint"
-    lora = " with LoRA, merged into the base's weights here," if contents.has_adapter else ""
+    lora = " with LoRA, merged into the base's weights here," if contents.adapter_for else ""
     return (
         f"{base} trained{lora} by {how} with lit_grpo {__version__} for {contents.version:,} updates. It has "
         f"{contents.num_weights:,} weights. The policy is that of {which}."
@@ -127,11 +128,12 @@ def _use(contents: Contents) -> str:
     lines = ["## Use", fenced("\n".join(code), "python")]
     if contents.gguf:
         name = shell(next(iter(contents.gguf.values()))[0])
-        if contents.vocabulary is not None and contents.vocabulary.has_chat:
+        if contents.has_chat:
             lines += ["With llama.cpp, a conversation:", fenced(f"llama-cli -m {name}", "bash")]
         else:
             about = "With llama.cpp, a completion of a text (the file has no chat template that llama.cpp takes):"
             lines += [about, fenced(f"llama-completion -m {name} -no-cnv -p 'Once upon a time'", "bash")]
+        lines += ["With Ollama:", fenced(f"ollama create {shell(contents.name)} -f Modelfile", "bash")]
     return "\n\n".join(lines)
 
 
@@ -158,10 +160,12 @@ def _samples(run: RunRecords, version: int) -> str:
 
 def _files(contents: Contents) -> str:
     rows = [("`model*.safetensors`, `config.json`, tokenizer", "the policy, for transformers and vLLM")]
-    if contents.has_adapter:
-        rows.append(("`adapter/`", "the LoRA adapter alone, for peft"))
+    if contents.adapter_for:
+        rows.append(("`adapter/`", f"the LoRA adapter alone, for {' and '.join(contents.adapter_for)}"))
     for kind, (name, size, cost) in contents.gguf.items():
         rows.append((code_span(name), f"for llama.cpp, {kind}, {size / 1e6:,.1f} MB; {cost_sentence(cost)}"))
+    if contents.gguf:
+        rows.append(("`Modelfile`", "for Ollama"))
     return "\n\n".join(["## Files", _table(("File", "Content"), rows)])
 
 
@@ -213,8 +217,7 @@ def _limits(run: RunRecords, origin: Origin, contents: Contents) -> str:
         lines.append(carried_sentence(contents.num_carried, bool(contents.gguf)))
     if any(kind != "f32" for kind in contents.gguf):
         lines.append("GGUF files other than f32 hold rounded weights; the table of files says what rounding changes.")
-    if contents.vocabulary is not None:
-        lines += [f"GGUF: {markdown(sentence)}" for sentence in contents.vocabulary.left_out]
+    lines += [f"GGUF: {markdown(sentence)}" for sentence in contents.left_out]
     return "\n".join(["## Limits", "", *[f"- {line}" for line in lines]])
 
 

@@ -6,7 +6,7 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import argparse
 
     from lit_grpo.tools.dashboard.report.folder import RunRecords
+    from lit_grpo.tools.finishing.comparison import Cost
     from lit_grpo.tools.finishing.origin import Origin
     from lit_grpo.tools.finishing.vocabulary import Vocabulary
 
@@ -29,6 +30,7 @@ ABOUT = (
 )
 FORMATS = ("f32", "f16", "bf16", "q8_0", "none")
 DEFAULT = "q8_0"
+ADAPTER_FILES = {"peft": "adapter_config.json", "llama.cpp": "*.gguf"}
 _NAME = re.compile(r"[\w+][\w.+-]*( [\w.+-]+)*")
 _ROOM = 64 * 2**20
 """Bytes for the card, the picture, the tokenizer and what a file system takes."""
@@ -134,7 +136,7 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
     from lit_grpo.process.terminal import may_fail
     from lit_grpo.tools.finishing import record
     from lit_grpo.tools.finishing.card import Contents, carried_sentence, cost_sentence, write_card
-    from lit_grpo.tools.finishing.comparison import Cost, PolicyLogprobs
+    from lit_grpo.tools.finishing.comparison import PolicyLogprobs
     from lit_grpo.tools.finishing.picture import draw_curves
     from lit_grpo.tools.finishing.source import RunPolicy
 
@@ -167,7 +169,8 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             written = write_gguf(folder, path, kind, name, origin.license.get("license"))
             files[kind] = path.name, path.stat().st_size, reference.cost(path, kind)
             said.append(f"  {path.name}: {cost_sentence(files[kind][2])}.")
-        said += [] if written is None else [f"  {sentence}" for sentence in written.left_out]
+        left_out = [] if written is None else _for_ollama(folder, name, origin, files, written)
+        said += [f"  {sentence}" for sentence in left_out]
         with may_fail("curves.png", "the run's metrics.csv has the figures"):
             drawn = draw_curves(run, folder / "curves.png", version)
         contents = Contents(
@@ -175,10 +178,11 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             version=version,
             checkpoint=options.checkpoint,
             num_weights=num_weights,
-            has_adapter=(folder / "adapter").is_dir(),
+            adapter_for=[kind for kind, file in ADAPTER_FILES.items() if [*folder.glob(f"adapter/{file}")]],
             has_picture=drawn,
             gguf=files,
-            vocabulary=written,
+            has_chat=written is not None and written.has_chat,
+            left_out=left_out,
             place=options.push or ".",
             tokenizer_class=loading_class(str(folder)),
             num_carried=num_carried,
@@ -192,6 +196,26 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
     if not origin.license:
         said.append("  The card says that the license of the base is not known; --license names it.")
     return said
+
+
+def _for_ollama(
+    folder: Path, name: str, origin: Origin, files: Mapping[str, tuple[str, int, Cost]], written: Vocabulary
+) -> list[str]:
+    """Write the Modelfile, and a LoRA adapter alone as GGUF with a Modelfile of its own; say what is left out."""
+    from lit_grpo.tools.finishing.gguf_writer import write_adapter
+    from lit_grpo.tools.finishing.ollama import write_modelfile
+
+    write_modelfile(folder / "Modelfile", [f"FROM ./{next(iter(files.values()))[0]}"], folder, written)
+    if not (adapter := folder / "adapter").is_dir():
+        return [*written.left_out]
+    path, base = adapter / f"{name.replace(' ', '-')}-adapter.gguf", re.sub(r"[^\w.+-]+", "-", origin.name)
+    try:
+        write_adapter(folder, path, name, origin.license.get("license"))
+    except ValueError as error:
+        return [*written.left_out, str(error)]
+    about = "# A GGUF file of the base, which is not in this folder:"
+    write_modelfile(adapter / "Modelfile", [about, f"FROM ./{base}.gguf", f"ADAPTER ./{path.name}"], folder, written)
+    return [*written.left_out]
 
 
 def _check_room(output: Path, needed: int) -> None:

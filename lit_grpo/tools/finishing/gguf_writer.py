@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFValueType, LlamaFileType
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from lit_grpo.policy.architecture.unread import drafting
 from lit_grpo.policy.gguf import ROPE_FACTORS
@@ -125,6 +128,53 @@ def write_gguf(folder: Path, path: Path, kind: str, name: str, license: str | No
     finally:
         writer.close()
     return vocabulary
+
+
+def write_adapter(folder: Path, path: Path, name: str, license: str | None = None) -> None:
+    """Write the LoRA adapter of a policy's folder alone, as the file that llama.cpp adds to a GGUF file of the base.
+
+    A layer's matrices are ``NAME.lora_a``, (rank, in), and ``NAME.lora_b``, (out, rank), in float32. llama.cpp scales
+    their product by ``adapter.lora.alpha / rank``; an adapter that is scaled in another way has the rest in its B.
+
+    Raises:
+        ValueError: The adapter is also one of the embedding or the head, or has whole modules.
+        OSError: The file cannot be written.
+    """
+    config, place = load_config(str(folder)), folder / "adapter"
+    settings = json.loads((place / "adapter_config.json").read_text())
+    state = {key: one for file in sorted(place.glob("*.safetensors")) for key, one in load_file(file).items()}
+    layer = re.compile(r"base_model\.model\.(.+\.layers\.\d+\..+)\.lora_[AB]\.weight")
+    found = {key: layer.fullmatch(key) for key in state}
+    if odd := next((key for key, one in found.items() if one is None), None):
+        raise ValueError(
+            f"The adapter alone has no GGUF file, because it holds {odd.removeprefix('base_model.model.')}, and only "
+            "adapters of layers are written; the other files have it merged."
+        )
+    names = dict.fromkeys(one[1] for one in found.values() if one is not None)
+    pairs = {
+        one: [state[f"base_model.model.{one}.lora_{kind}.weight"].float().numpy() for kind in "AB"] for one in names
+    }
+    shapes = {f"{one}.weight": (len(b), a.shape[1]) for one, (a, b) in pairs.items()}
+    alpha, writer = float(settings["lora_alpha"]), _Writer(path, find_family(config).architecture)
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_name(name)
+    if license is not None:
+        writer.add_license(license)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    for tensor in _tensors(config, shapes, GGMLQuantizationType.F32):
+        a, b = pairs[module := tensor.source.removesuffix(".weight")]
+        patterns = (settings.get("alpha_pattern") or {}).items()  # as peft matches them
+        own = next((float(one) for key, one in patterns if re.fullmatch(rf"(.*\.)?({key})", module)), alpha)
+        b = b * np.float32(own / alpha * (math.sqrt(len(a)) if settings.get("use_rslora") else 1))
+        writer.add_tensor(f"{tensor.name}.lora_a", a)
+        writer.add_tensor(f"{tensor.name}.lora_b", in_pairs(b, tensor.num_heads) if tensor.num_heads else b)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
 
 
 def _files(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
