@@ -132,6 +132,7 @@ TAUGHT = "the policy that the configuration comes to"
 """Stands for the folder of a teacher, which is trained once with the task's configuration; its tokens do not count."""
 TEACHER: dict[str, Any] = {"model.teacher.policy": TAUGHT}
 JUDGED = {"judge": "lit_grpo.tasks.arithmetic:first_wrong_step", "separator": "="}
+DART = ("rlep:members=1,choice=recent,only_failed=true", "knapsack", "d3s_tokens:tokens=0.8", "april")
 LOSS_GRPO: dict[str, Any] = {"model.objective.loss": "grpo"}
 
 
@@ -198,6 +199,7 @@ METHODS = {
     "scope": Method(({"scope": JUDGED},), TEACHER, tasks=("demo",)),
     "scope, 4 corrected": Method(({"scope": JUDGED | {"members": 4}},), TEACHER, tasks=("demo",)),
     "distill beside rewards": Method(("distill",), TEACHER, tasks=("demo",)),
+    "dart": Method(DART, {"model.objective.correction.mode": "token_truncate"}, tasks=("demo", "calculator")),
     # when groups leave the buffer
     "april": Method(("april",)),
     "sortedrl": Method(("sortedrl",)),
