@@ -50,7 +50,9 @@ class Scope(TeacherPlugin):
 
     writes: ClassVar[frozenset[str]] = frozenset({"mask"})
     role: ClassVar[str] = "which earlier completions join a group"  # replay's: both have members with paths below 0
-    needs: ClassVar[frozenset[str]] = TeacherPlugin.needs | {"whole_rollouts", "one_row", "unsharded_weights"}
+    needs: ClassVar[frozenset[str]] = TeacherPlugin.needs | {
+        *("whole_groups", "whole_rollouts", "one_row", "unsharded_weights")
+    }
     changes: ClassVar[Mapping[str, str]] = {"fresh_members": "lets corrected completions join groups"}
     traits: ClassVar[frozenset[str]] = TeacherPlugin.traits - {"learns_unrewarded"}
 

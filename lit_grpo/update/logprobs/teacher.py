@@ -22,7 +22,9 @@ from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_
 from lit_grpo.policy.sharding import is_sharded
 from lit_grpo.process.urls import is_on_loopback, is_url, masked, read_secret
 from lit_grpo.ranks import Ranks
+from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.types import AllGather, Completion, FinishReason, Key, Request, Rollout
 from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs, log_rest
@@ -157,8 +159,8 @@ class ModelTeacher:
         with self.lend() as model:
             generator.start(replace(spec, module=model))
             generator.load_weights(generator.weights(), version)
-            loop = RolloutLoop(generator)
-            loop.buffer.open(asked)
+            loop = RolloutLoop(generator, RolloutBuffer(ReleaseRule(leftovers="keep", max_staleness=version)))
+            loop.buffer.open(asked)  # prefixes of any age stay
             loop.run(loop.buffer.ready)
             generator.close()
         completions = [rollout.completion for group in loop.buffer.take() for rollout in group.rollouts]
