@@ -132,6 +132,8 @@ def write_time(watch: Stopwatch, update: int, **more: float) -> None:
 class TokenBudget(pl.Callback):
     """End a run at its first validation after so many tokens have been generated, those of validations not counted.
 
+    Those that a teacher has sampled count.
+
     Args:
         tokens: Number of generated tokens at which the run ends.
     """
@@ -143,7 +145,8 @@ class TokenBudget(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count."""
-        self._left -= float(trainer.callback_metrics["rollout/tokens"])
+        metrics = trainer.callback_metrics
+        self._left -= float(metrics["rollout/tokens"]) + float(metrics.get("scope/teacher_tokens", 0.0))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End."""

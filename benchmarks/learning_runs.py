@@ -194,7 +194,7 @@ def read_curves(folder: Path) -> Curves:
     def seconds(name: str) -> np.ndarray:
         return np.array([clock[update][name] if update else 0.0 for update in sorted(logged)])
 
-    decoded_U = np.nan_to_num(column("rollout/tokens"))
+    decoded_U = np.nan_to_num(column("rollout/tokens")) + np.nan_to_num(column("scope/teacher_tokens"))
     samples_U = np.nan_to_num(column("num_completions"))
     return Curves(
         column(EXACT), column(REWARD), samples_U, decoded_U.cumsum(), seconds("wall_s"), seconds("cpu_s"),

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks.learning_runs import Curves, LearningRun, train_here
-from benchmarks.report import Options, Row, commit, note, options_parser, versions, write
+from benchmarks.report import ROOT, Options, Row, commit, note, options_parser, versions, write
 from lit_grpo.methods import shipped
 from lit_grpo.tasks import ArithmeticRows
 from scripts.methods_page import GRPO, newest, tables
@@ -150,6 +150,11 @@ class Method:
 
 FEW_OF_FOUR: dict[str, Any] = {"model.num_generations": 4}
 SMALL_GROUPS: dict[str, Any] = {"model.num_generations": 4, "data.batch_size": 16}
+TAUGHT = "the policy that the configuration comes to"
+"""Stands for the folder of a teacher, which is trained once with the task's configuration; its tokens do not count."""
+TEACHER: dict[str, Any] = {"model.teacher.policy": TAUGHT}
+JUDGED = {"judge": "lit_grpo.tasks.arithmetic:first_wrong_step", "separator": "="}
+DART = ("rlep:members=1,choice=recent,only_failed=true", "knapsack", "d3s_tokens:tokens=0.8", "april")
 LOSS_GRPO: dict[str, Any] = {"model.objective.loss": "grpo"}
 
 
@@ -229,6 +234,11 @@ METHODS = {
     "random half": Method(({"benchmarks.coresets.Coreset": {"at_random": True}},), tasks=("demo",)),
     "rlep": Method(("rlep",)),
     "repo": Method(("repo",)),
+    # with a teacher
+    "scope": Method(({"scope": JUDGED},), TEACHER, tasks=("demo",)),
+    "scope, 4 corrected": Method(({"scope": JUDGED | {"members": 4}},), TEACHER, tasks=("demo",)),
+    "distill beside rewards": Method(("distill",), TEACHER, tasks=("demo",)),
+    "dart": Method(DART, {"model.objective.correction.mode": "token_truncate"}, tasks=("demo", "calculator")),
     # when groups leave the buffer
     "april": Method(("april",)),
     "sortedrl": Method(("sortedrl",)),
@@ -340,9 +350,19 @@ def _here(methods: Sequence[str]) -> list[str]:
     return here
 
 
+def _teacher(task: Task) -> str:
+    """Train the teacher of a task, if this checkout has none yet; return its folder."""
+    run = LearningRun(f"teacher-{task.config}", task.config, ("--trainer.limit_val_batches", "0"))
+    folder = ROOT / "runs" / "methods" / run.name
+    train_here(run, folder)
+    return str(next(folder.glob("runs/*/policy")))
+
+
 def _train(task: Task, name: str, method: str, seed: int) -> Row | None:
     """Train; return the row, or None after a note where the command line refuses the run."""
     run = learning_run(task, method, seed)
+    if TAUGHT in run.arguments:
+        run = replace(run, arguments=tuple(_teacher(task) if word == TAUGHT else word for word in run.arguments))
     with tempfile.TemporaryDirectory() as folder:
         try:
             curves = train_here(run, Path(folder) / run.name)

@@ -309,6 +309,7 @@ class GRPOModule(EvaluationModule):
             max_staleness,
             open_versions,
             self.teacher,
+            self.spec,
         )
         for plugin in self.settings.plugins:
             ask(plugin, "on_train_start", run)

@@ -695,12 +695,15 @@ class GroupBatch:
         version: Version of the policy: the number of its updates.
         pass_rule: Rule by which a completion is correct.
         all_gather: Function that gathers a value of all ranks, :data:`AllGather`.
+        score: Gives rollouts of groups that a plug-in has made, such as ``score(group)``, the rewards of the run's
+            functions; None if it has none, and in the hooks of the update.
     """
 
     groups: Sequence[RolloutGroup]
     version: int
     pass_rule: PassRule
     all_gather: AllGather
+    score: Callable[..., None] | None = field(default=None, kw_only=True)
 
     @property
     def rollouts(self) -> list[Rollout]:

@@ -74,6 +74,7 @@ RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "return_to_go": ([TALK, "return_to_go"], {}),
     "rlep": (["rlep"], {}),
     "router_loss": (["router_loss"], {}),
+    "scope": ([{"scope": {"judge": f"{__file__}:first_step", "separator": "a"}}], TAUGHT),
     "sdft": (["sdft"], SELF_TAUGHT),
     "sdpo": (["sdpo"], SELF_TAUGHT),
     "seco": (["seco:chunk=4"], {}),
@@ -115,6 +116,11 @@ def even_length(completion: str, num_tokens: int, log_metric: Callable[[str, flo
     if sum(map(ord, completion)) % 2:
         log_metric("mine/length", num_tokens)
     return float(num_tokens % 2 == 0)
+
+
+def first_step(completion: str) -> float:
+    """A judge for whom the first or the second step is wrong."""
+    return 1.0 + (len(completion) > 4 and "a" in completion)
 
 
 class Talk:

@@ -44,6 +44,8 @@ class Replay(Plugin):
     """Max policy updates between the version that sampled the oldest token of a completion and the version that trains
     on it again.
     """
+    only_failed: bool = False
+    """Let completions join only groups in which none has passed, as in DART (arXiv 2509.23866)."""
     choice: Literal["random", "recent", "reward"] = "random"
     """Choice among too many remembered completions: ``random`` ones, by a hash; the most ``recent``; or those of the
     highest ``reward``, of equals the most recent.
@@ -97,7 +99,8 @@ class Replay(Plugin):
             rewards = [rollout.reward for rollout in rewarded]
             self._num_groups += 1
             self._num_fresh += len(eligible)
-            chosen = self._chosen(group, len(rewarded), version) if eligible else []
+            spared = self.only_failed and any(batch.pass_rule.passes(each.rewards) for each in rewarded)
+            chosen = self._chosen(group, len(rewarded), version) if eligible and not spared else []
             if not chosen or all_equal([*rewards, *(each.reward for each in chosen)]):
                 continue
             self._num_revived += all_equal(rewards)

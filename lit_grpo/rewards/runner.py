@@ -184,9 +184,9 @@ class RewardRunner(CoreListener):
                 self._told_of_streams = True
                 warn(f"A reward function closed {' and '.join(reopened)}; the run has opened it again.", stacklevel=2)
 
-    def score(self, group: RolloutGroup) -> None:
-        self.submit(group)
-        self.gather()
+    def score(self, *groups: RolloutGroup) -> None:
+        self.submit(*groups)
+        self.gather(groups)
 
     def _log_metric(self, name: str, value: float) -> None:
         with self._metrics_lock:

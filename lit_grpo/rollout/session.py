@@ -415,7 +415,8 @@ class RolloutSession:
             )
 
     def _batch_of(self, run: Run, groups: Sequence[RolloutGroup]) -> GroupBatch:
-        return GroupBatch(groups, run.policy_version, run.pass_rule, run.ranks.gather)
+        score = None if self.rewards is None else self.rewards.score
+        return GroupBatch(groups, run.policy_version, run.pass_rule, run.ranks.gather, score=score)
 
     def _add_members(self, run: Run, groups: Sequence[RolloutGroup]) -> None:
         """Let plug-ins in turn add members to groups."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Annotated, Any
 
 from lit_grpo.limits import Limit, checks_arguments
@@ -61,6 +62,15 @@ class Remainder:
 def working(exercise: Remainder) -> str:
     """Write the whole working after the prompt, without a slip: ``265%47=218%47=...=030``."""
     return abandoned_working(exercise, exercise.num_steps - 1) + exercise.answer
+
+
+def first_wrong_step(completion: str, working: str) -> float | None:
+    """Return the number, from 1, of the first step of a completion that is not the working's; None if all are.
+
+    Steps stand between equals signs: the third of ``265%47=218%47=170%47=030`` is wrong.
+    """
+    steps = zip_longest(completion.split("="), working.split("="))
+    return next((float(number) for number, (step, right) in enumerate(steps, 1) if step != right), None)
 
 
 def abandoned_working(exercise: Remainder, num_steps: int) -> str:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lit_grpo.plugins.columns import Method
+    from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.ranks import Ranks
-    from lit_grpo.types import AllGather, Key, Rollout
+    from lit_grpo.types import AllGather, Completion, Key, Request, Rollout
     from lit_grpo.update.advantages.estimator import GroupRewards
 
     Visit = Callable[[Callable[[Callable[[], object], float], None]], None]
@@ -88,6 +89,22 @@ class Teacher(Protocol):
 
         Raises:
             ValueError: A log-prob is not finite, or a server gives none; on every rank.
+        """
+        ...
+
+    def complete(self, requests: Sequence[Request], spec: PolicySpec, version: int) -> Mapping[Key, Completion]:
+        """Return the completions that the teacher samples, by key, each after its prompt and the request's prefix.
+
+        Left out are those with a prompt or prefix that the teacher cannot read, and those that end in tokens that the
+        policy does not know. Sampled tokens have no log-probs of the policy: they are 0, or those of the teacher.
+
+        Args:
+            requests: Requests of this rank, with unique keys. ``sampling.max_tokens`` counts the prefix too.
+            spec: The policy, whose tokenizer makes the texts.
+            version: What the tokens of the teacher have as their policy version.
+
+        Raises:
+            ValueError: A server gives no tokens, or slots cannot decode the model.
         """
         ...
 
@@ -282,6 +299,7 @@ class TrainingRun:
         open_versions: Returns the versions that sampled the tokens which may yet be trained on, on this rank, given the
             version that samples next; None if ``max_staleness`` is.
         teacher: The model of ``model.teacher``, if a plug-in of the run asks it.
+        spec: The policy as generators see it, with its tokenizer.
     """
 
     policy: PreTrainedModel
@@ -292,6 +310,7 @@ class TrainingRun:
     max_staleness: int | None = None
     open_versions: Callable[[int], set[int]] | None = None
     teacher: Teacher | None = None
+    spec: PolicySpec | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from json import JSONDecodeError
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+from zlib import crc32
 
 import torch
 
@@ -21,13 +22,19 @@ from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_
 from lit_grpo.policy.sharding import is_sharded
 from lit_grpo.process.urls import is_on_loopback, is_url, masked, read_secret
 from lit_grpo.ranks import Ranks
-from lit_grpo.types import AllGather, Completion, Key, Rollout
+from lit_grpo.rollout.buffer import RolloutBuffer
+from lit_grpo.rollout.loop import RolloutLoop
+from lit_grpo.rollout.rules import ReleaseRule
+from lit_grpo.rollout.slots.generator import SlotGenerator
+from lit_grpo.types import AllGather, Completion, FinishReason, Key, Request, Rollout
 from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs, log_rest
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings, make_reference
 from lit_grpo.update.plugin import Measure, TeacherScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lit_grpo.policy.spec import PolicySpec
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,23 @@ class ModelTeacher:
             scores[key] = _filled_up(known, own[key])
         return scores
 
+    def complete(self, requests: Sequence[Request], spec: PolicySpec, version: int) -> Mapping[Key, Completion]:
+        """Decode in slots, at the teacher's temperature, from all of its tokens."""
+        own = {"temperature": self.settings.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        asked = [replace(each, sampling=replace(each.sampling, **own)) for each in _known(requests, self.num_tokens)]
+        if not asked:
+            return {}
+        generator = SlotGenerator(min(len(asked), MOST_REQUESTS), drafts="off")
+        with self.lend() as model:
+            generator.start(replace(spec, module=model))
+            generator.load_weights(generator.weights(), version)
+            loop = RolloutLoop(generator, RolloutBuffer(ReleaseRule(leftovers="keep", max_staleness=version)))
+            loop.buffer.open(asked)  # prefixes of any age stay
+            loop.run(loop.buffer.ready)
+            generator.close()
+        completions = [rollout.completion for group in loop.buffer.take() for rollout in group.rollouts]
+        return {each.request.key: each for each in completions if max(each.sampled_ids) < self.vocab_size}
+
     def check_context(self, longest_row: int) -> None:
         """Check that a prompt and its completion, of so many tokens together, fit into the teacher's context."""
         most = self._context
@@ -235,6 +259,35 @@ class ServerTeacher:
             raise ValueError(sentence)
         return scores
 
+    def complete(self, requests: Sequence[Request], spec: PolicySpec, version: int) -> Mapping[Key, Completion]:
+        """Ask the server to go on, at temperature 1: a request for each."""
+
+        def completed(request: Request) -> Completion:
+            sampling, prefix = request.sampling, request.prefix
+            asked = {
+                "model": self.model,
+                "prompt": [*request.prompt.token_ids, *prefix.token_ids_T.tolist()],
+                "max_tokens": sampling.max_tokens - prefix.num_sampled,
+                "stop": sampling.stop,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "seed": crc32(repr((request.key, request.seed)).encode()),
+                "return_token_ids": True,
+            }
+            said = self._ask("POST", "/v1/completions", asked)["choices"][0]
+            whole = prefix.followed_by([*map(int, said["token_ids"])], version=version)
+            reason: FinishReason = "stop" if said["finish_reason"] == "stop" else "length"
+            return request.after(whole).ended(reason, spec.text_of(whole.token_ids_T.tolist(), request.prompt))
+
+        try:
+            with ThreadPoolExecutor(MOST_REQUESTS) as threads:
+                completions = list(threads.map(completed, _known(requests, self.num_tokens)))
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{self._name} gives no tokens: {error or type(error).__name__}.") from error
+        return {each.request.key: each for each in completions if max(each.sampled_ids) < self.vocab_size}
+
     def _scores(self, row: Rollout, top_k: int) -> TeacherScores:
         completion, prompt_ids = row.completion, row.prompt.token_ids
         token_ids = [*prompt_ids, *completion.token_ids_T.tolist()]
@@ -312,6 +365,11 @@ LEAST_REST = 1e-7
 """Least probability of the tokens that a server does not tell of, as in TRL: the log of none is not finite."""
 MOST_REQUESTS = 64
 """Max number of requests at a time that a server gets from one rank."""
+
+
+def _known(requests: Sequence[Request], num_tokens: int) -> list[Request]:
+    """Return requests whose prompt and prefix have tokens alone that a teacher of ``num_tokens`` tokens knows."""
+    return [each for each in requests if max([*each.prompt.token_ids, *each.prefix.sampled_ids]) < num_tokens]
 
 
 def _readable(rollouts: Sequence[Rollout], num_tokens: int) -> list[Rollout]:
