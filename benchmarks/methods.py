@@ -8,7 +8,7 @@ there is something to go by. Held-out exact match is compared as the mean over t
 generated tokens, over the budget) and at the budget's end, both between validations on a straight line. Gains are over
 plain GRPO of the same seed; :mod:`scripts.methods_page` prints them with their intervals.
 
-Runs are one after another in this process, on one thread. Each is in the result file as soon as it has ended, and a
+Runs are one after another in this process, on one thread; those with peers are processes, side by side. Each is in the result file as soon as it has ended, and a
 later call goes on: what stands there is not run again, unless its task or its method has been changed since. For
 example ``--task demo --method grpo nat --seed 0 1 2``; all by default. A method that this checkout does not have is
 passed over with a sentence.
@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.learning_runs import Curves, LearningRun, train_here
+from benchmarks.learning_runs import Curves, LearningRun, run_all, train_here
 from benchmarks.report import Options, Row, commit, note, options_parser, versions, write
 from lit_grpo.methods import shipped
 from scripts.methods_page import GRPO, newest, tables
 
-SEEDS = (0, 1, 2)
+SEEDS, PEER = (0, 1, 2), 100
 MOST_UPDATES = 1000
 REFUSED = 2
 """The exit code of a command line that is refused; others are of signals."""
@@ -107,17 +107,22 @@ TASKS = {
     ),
 }
 OUTCOMES, TURNS = ("demo", "knights", "word_problems"), ("catch", "calculator")
+SHARED = ("demo", "knights")
 SHORT = ("word_problems",)
 """A run of these has ten updates."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """Settings of a method on top of plain GRPO: its ``rollout.plugins``, other ``fields``, and its tasks."""
+    """Settings of a method on top of plain GRPO: its ``rollout.plugins``, other ``fields``, and its tasks.
+
+    A run has as many ``peers``, the same run with other seeds, each in a process and with a budget of its own.
+    """
 
     plugins: tuple[str | dict[str, Any], ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     tasks: tuple[str, ...] = OUTCOMES
+    peers: int = 0
 
     @property
     def told(self) -> str:
@@ -129,6 +134,7 @@ class Method:
 FEW_OF_FOUR: dict[str, Any] = {"model.num_generations": 4}
 SMALL_GROUPS: dict[str, Any] = {"model.num_generations": 4, "data.batch_size": 16}
 LOSS_GRPO: dict[str, Any] = {"model.objective.loss": "grpo"}
+HALF_THE_PROMPTS: dict[str, Any] = {"data.batch_size": 4}
 
 
 def _vote(task: str, pattern: str) -> Method:
@@ -190,6 +196,10 @@ METHODS = {
     "max_entropy": Method(("max_entropy:keep=4",)),
     "rlep": Method(("rlep",)),
     "repo": Method(("repo",)),
+    # completions of other runs
+    "half as many prompts": Method(fields=HALF_THE_PROMPTS, tasks=SHARED),
+    "swarm": Method(("swarm:folder=../exchange",), HALF_THE_PROMPTS, SHARED, peers=1),
+    "swarm, failures": Method(("swarm:folder=../exchange,failures=true",), HALF_THE_PROMPTS, SHARED, peers=1),
     # when groups leave the buffer
     "april": Method(("april",)),
     "sortedrl": Method(("sortedrl",)),
@@ -304,9 +314,13 @@ def _here(methods: Sequence[str]) -> list[str]:
 def _train(task: Task, name: str, method: str, seed: int) -> Row | None:
     """Train; return the row, or None after a note where the command line refuses the run."""
     run = learning_run(task, method, seed)
+    peers = [learning_run(task, method, seed + PEER * number) for number in range(1, METHODS[method].peers + 1)]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            curves = train_here(run, Path(folder) / run.name)
+            if peers:
+                curves = run_all([run, *peers], Path(folder))[run.name]
+            else:
+                curves = train_here(run, Path(folder) / run.name)
         except SystemExit as end:
             if end.code != REFUSED:
                 raise

@@ -646,12 +646,16 @@ class GroupBatch:
         version: Version of the policy: the number of its updates.
         pass_rule: Rule by which a completion is correct.
         all_gather: Function that gathers a value of all ranks, :data:`AllGather`.
+        score: Function that gives the rollouts of a further group their rewards.
+        joining: Further groups that ``add_members`` lets join the batch, of rollouts that are ``replayed``.
     """
 
     groups: Sequence[RolloutGroup]
     version: int
     pass_rule: PassRule
     all_gather: AllGather
+    score: Callable[[RolloutGroup], None] = field(default=lambda group: None, kw_only=True)
+    joining: list[RolloutGroup] = field(default_factory=list, kw_only=True)
 
     @property
     def rollouts(self) -> list[Rollout]:
