@@ -8,10 +8,10 @@ there is something to go by. Held-out exact match is compared as the mean over t
 generated tokens, over the budget) and at the budget's end, both between validations on a straight line. Gains are over
 plain GRPO of the same seed; :mod:`scripts.methods_page` prints them with their intervals.
 
-Runs are one after another in this process, on one thread; those with peers are processes, side by side. Each is in the result file as soon as it has ended, and a
-later call goes on: what stands there is not run again, unless its task or its method has been changed since. For
-example ``--task demo --method grpo nat --seed 0 1 2``; all by default. A method that this checkout does not have is
-passed over with a sentence.
+Runs are one after another in this process, on one thread; those with peers are processes, side by side. Each is in the
+result file as soon as it has ended, and a later call goes on: what stands there is not run again, unless its task or
+its method has been changed since. For example ``--task demo --method grpo nat --seed 0 1 2``; all by default. A method
+that this checkout does not have is passed over with a sentence.
 """
 
 from __future__ import annotations

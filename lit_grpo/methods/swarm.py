@@ -22,7 +22,9 @@ Deviations from gensyn-ai/rl-swarm 9c95410, which draws as many groups of the ri
 rewards: a group with another number of completions than ``model.num_generations`` is used, at most so many of them.
 Runs depend on each other's clocks, so they cannot be repeated bit for bit.
 
-Evidence: ``benchmarks/results/methods-2026-11-26.json`` (docs/methods.md), two runs side by side.
+Evidence: an update on a group of others equals that on the same tokens sampled by this policy, and files of hostile
+writers, in ``tests/test_swarm.py``. What it gives has not been measured here (``python -m benchmarks.methods --task
+demo --method grpo "half as many prompts" swarm "swarm, failures"``).
 """
 
 from __future__ import annotations
@@ -195,7 +197,7 @@ class Swarm(Plugin):
                 row: SharedGroup = _READ_ROW(line)
                 if _key(row["question"]) not in self._known:
                     raise ValueError("its question is none of data.train")
-                rows[blake2b(line, digest_size=16).hexdigest()] = row
+                rows[blake2b(line.strip(), digest_size=16).hexdigest()] = row
             except ValueError as error:
                 wrong.append(f"line {number}, since {first_line(error)}")
             if (num_bytes := num_bytes + len(line)) >= status.st_size:  # what is added meanwhile is read next time
