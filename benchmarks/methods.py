@@ -8,10 +8,10 @@ there is something to go by. Held-out exact match is compared as the mean over t
 generated tokens, over the budget) and at the budget's end, both between validations on a straight line. Gains are over
 plain GRPO of the same seed; :mod:`scripts.methods_page` prints them with their intervals.
 
-Runs are one after another in this process, on one thread. Each is in the result file as soon as it has ended, and a
-later call goes on: what stands there is not run again, unless its task or its method has been changed since. For
-example ``--task demo --method grpo nat --seed 0 1 2``; all by default. A method that this checkout does not have is
-passed over with a sentence.
+Runs are one after another in this process, on one thread; those with peers are processes, side by side. Each is in the
+result file as soon as it has ended, and a later call goes on: what stands there is not run again, unless its task or
+its method has been changed since. For example ``--task demo --method grpo nat --seed 0 1 2``; all by default. A method
+that this checkout does not have is passed over with a sentence.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.learning_runs import Curves, LearningRun, train_here
+from benchmarks.learning_runs import Curves, LearningRun, run_all, train_here
 from benchmarks.report import ROOT, Options, Row, commit, note, options_parser, versions, write
 from lit_grpo.methods import shipped
 from lit_grpo.tasks import ArithmeticRows
 from scripts.methods_page import GRPO, newest, tables
 
-SEEDS = (0, 1, 2)
+SEEDS, PEER = (0, 1, 2), 100
 MOST_UPDATES = 1000
 REFUSED = 2
 """The exit code of a command line that is refused; others are of signals."""
@@ -129,17 +129,22 @@ TASKS = {
     ),
 }
 OUTCOMES, TURNS = ("demo", "knights", "word_problems"), ("catch", "calculator")
+SHARED = ("demo", "knights")
 SHORT = ("word_problems",)
 """A run of these has ten updates."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """Settings of a method on top of plain GRPO: its ``rollout.plugins``, other ``fields``, and its tasks."""
+    """Settings of a method on top of plain GRPO: its ``rollout.plugins``, other ``fields``, and its tasks.
+
+    A run has as many ``peers``, the same run with other seeds, each in a process and with a budget of its own.
+    """
 
     plugins: tuple[str | dict[str, Any], ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     tasks: tuple[str, ...] = OUTCOMES
+    peers: int = 0
 
     @property
     def told(self) -> str:
@@ -156,6 +161,7 @@ TEACHER: dict[str, Any] = {"model.teacher.policy": TAUGHT}
 JUDGED = {"judge": "lit_grpo.tasks.arithmetic:first_wrong_step", "separator": "="}
 DART = ("rlep:members=1,choice=recent,only_failed=true", "knapsack", "d3s_tokens:tokens=0.8", "april")
 LOSS_GRPO: dict[str, Any] = {"model.objective.loss": "grpo"}
+HALF_THE_PROMPTS: dict[str, Any] = {"data.batch_size": 4}
 
 
 def _vote(task: str, pattern: str) -> Method:
@@ -239,6 +245,10 @@ METHODS = {
     "scope, 4 corrected": Method(({"scope": JUDGED | {"members": 4}},), TEACHER, tasks=("demo",)),
     "distill beside rewards": Method(("distill",), TEACHER, tasks=("demo",)),
     "dart": Method(DART, {"model.objective.correction.mode": "token_truncate"}, tasks=("demo", "calculator")),
+    # completions of other runs
+    "half as many prompts": Method(fields=HALF_THE_PROMPTS, tasks=SHARED),
+    "swarm": Method(("swarm:folder=../exchange",), HALF_THE_PROMPTS, SHARED, peers=1),
+    "swarm, failures": Method(("swarm:folder=../exchange,failures=true",), HALF_THE_PROMPTS, SHARED, peers=1),
     # when groups leave the buffer
     "april": Method(("april",)),
     "sortedrl": Method(("sortedrl",)),
@@ -363,9 +373,13 @@ def _train(task: Task, name: str, method: str, seed: int) -> Row | None:
     run = learning_run(task, method, seed)
     if TAUGHT in run.arguments:
         run = replace(run, arguments=tuple(_teacher(task) if word == TAUGHT else word for word in run.arguments))
+    peers = [learning_run(task, method, seed + PEER * number) for number in range(1, METHODS[method].peers + 1)]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            curves = train_here(run, Path(folder) / run.name)
+            if peers:
+                curves = run_all([run, *peers], Path(folder))[run.name]
+            else:
+                curves = train_here(run, Path(folder) / run.name)
         except SystemExit as end:
             if end.code != REFUSED:
                 raise

@@ -697,6 +697,7 @@ class GroupBatch:
         all_gather: Function that gathers a value of all ranks, :data:`AllGather`.
         score: Gives rollouts of groups that a plug-in has made, such as ``score(group)``, the rewards of the run's
             functions; None if it has none, and in the hooks of the update.
+        joining: Further groups that ``add_members`` lets join the batch, of rollouts that are ``replayed``.
     """
 
     groups: Sequence[RolloutGroup]
@@ -704,6 +705,7 @@ class GroupBatch:
     pass_rule: PassRule
     all_gather: AllGather
     score: Callable[..., None] | None = field(default=None, kw_only=True)
+    joining: list[RolloutGroup] = field(default_factory=list, kw_only=True)
 
     @property
     def rollouts(self) -> list[Rollout]:

@@ -105,6 +105,7 @@ or estimate noise from the gradients of parts, of which each rank has its own.
 """
 APART = {
     "agent": "is the plug-in environments with another driver",
+    "swarm": "needs another run; see tests/integration/test_swarm_runs.py",
     "train_mtp": "needs a policy with a layer of multi-token prediction; see tests/test_train_mtp.py",
     "asynchronous": "needs a generator with devices of its own; see BESIDE",
     "periodic": "needs a generator with devices of its own; see BESIDE",

@@ -68,6 +68,7 @@ METHODS = (
     "vcpo",
     "a3po",
     "interpolated",
+    "swarm",
     "entropy.target",
     "tr.dpo",
     "mixup",

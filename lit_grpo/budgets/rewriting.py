@@ -30,6 +30,10 @@ class TextWriter(Protocol):
         """Return a prompt whose question is a template with the question and other texts, however long it is."""
         ...
 
+    def continued(self, prompt: Prompt, text: str) -> list[int]:
+        """Return the tokens of a text as an answer to a prompt."""
+        ...
+
     def decoded(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled tokens, without special tokens."""
         ...

@@ -113,6 +113,25 @@ class PromptWriter:
             )
         return replace(prompt, **rendered._replace(messages=None)._asdict())
 
+    def continued(self, prompt: Prompt, text: str) -> list[int]:
+        """Return the tokens that a text of others has after a prompt; control tokens that it spells are characters.
+
+        Args:
+            prompt: As its row says.
+            text: The whole answer, without the token that ends it; it may be empty.
+
+        Raises:
+            ValueError: The tokenizer cannot use the text, or joins its beginning with the prompt's end; the message
+                goes on after the row's number.
+        """
+        with _told_as_value_errors():
+            covered = ControlTokens.of(self._tokenizer).cover(text)
+            asked = self._renderer.written(self._rows[prompt.prompt_id], self._tokenizer)
+            tokens = PartTokens(self._tokenizer, asked.text, covered, add_special_tokens=asked.adds_special_tokens)
+            ids = tokens.divided(prompt.token_ids)[-1]
+            check_known(ids, text, self._tokenizer, "text")
+            return ids
+
     def decoded(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 

@@ -21,7 +21,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Return what is logged of a batch's fresh rollouts on all ranks, kept or not, by name; NaN for what is of nothing.
 
-    Of groups it is what all members show that were sampled at this visit: none that is replayed counts. What the names
+    Of groups it is what all members show that were sampled at this visit: none that is replayed counts, and no group
+    of such members alone. What the names
     mean stands in ``lit_grpo/tools/dashboard/metrics.yaml``; where TRL has them, they mean the same.
 
     Args:
@@ -34,10 +35,12 @@ def rollout_metrics(
     is_fresh: list[bool] = []
     is_sampled: list[bool] = []  # at this visit, in this batch or in one before
     is_empty: list[bool] = []  # of each group
+    is_own: list[bool] = []  # likewise: whether this run has sampled any of it
     lengths: list[int] = []
     is_cut_off: list[bool] = []
     for group in groups:
         is_empty.append(not group.rollouts)
+        is_own.append(not group.rollouts or not all(rollout.replayed for rollout in group.rollouts))
         for rollout in group.rollouts:
             is_sampled.append(not rollout.replayed)
             is_fresh.append(not (rollout.trained_before or rollout.replayed))
@@ -45,14 +48,14 @@ def rollout_metrics(
                 completions.append(rollout.completion)
                 lengths.append(rollout.completion.num_sampled)
                 is_cut_off.append(rollout.completion.finish_reason == "length")
-    fresh_R = torch.tensor(is_fresh, dtype=torch.bool)
+    fresh_R, own_P = torch.tensor(is_fresh, dtype=torch.bool), torch.tensor(is_own, dtype=torch.bool)
     rewards_R = rewards.rewards_R.masked_fill(~torch.tensor(is_sampled, dtype=torch.bool), math.nan)
     own = {
         "rewards": rewards_R[fresh_R].double(),
         "by_function": rewards.by_function_RK[fresh_R].double(),
         "within_group": less_group_mean(rewards_R.double(), rewards.groups_R),
-        "uniform": uniform_groups(rewards_R, rewards.groups_R, len(groups)).double(),
-        "empty": torch.tensor(is_empty).double(),
+        "uniform": uniform_groups(rewards_R, rewards.groups_R, len(groups))[own_P].double(),
+        "empty": torch.tensor(is_empty)[own_P].double(),
         "lengths": torch.tensor(lengths).double(),
         "cut_off": torch.tensor(is_cut_off).double(),
     }
@@ -111,6 +114,8 @@ def dataset_metrics(groups: Sequence[RolloutGroup], rewards: GroupRewards, ranks
     values_R = iter(rewards.rewards_R.tolist())
     for group, is_uniform in zip(groups, uniform, strict=True):
         members = [(next(values_R), rollout) for rollout in group.rollouts]
+        if members and all(rollout.replayed for _, rollout in members):  # another run has sampled it
+            continue
         fresh = [
             (value, its.completion.num_sampled) for value, its in members if not (its.trained_before or its.replayed)
         ]

@@ -435,7 +435,10 @@ class Plugin(Listener):
         """
 
     def add_members(self, batch: GroupBatch) -> None:
-        """Add members to whole groups before the policy learns from them, or leave members out."""
+        """Add members to whole groups before the policy learns from them, or leave members out.
+
+        Further groups of rollouts that are ``replayed`` join the batch if they are appended to ``batch.joining``.
+        """
 
     def metrics(self, all_gather: AllGather) -> Mapping[str, float]:
         """Return what to log of the last rollout of all ranks, which call it together; the first rank logs it.

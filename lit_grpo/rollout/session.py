@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -418,10 +419,12 @@ class RolloutSession:
         score = None if self.rewards is None else self.rewards.score
         return GroupBatch(groups, run.policy_version, run.pass_rule, run.ranks.gather, score=score)
 
-    def _add_members(self, run: Run, groups: Sequence[RolloutGroup]) -> None:
-        """Let plug-ins in turn add members to groups."""
+    def _add_members(self, run: Run, groups: list[RolloutGroup]) -> None:
+        """Let plug-ins in turn add members to groups, and groups to the batch."""
         for plugin in self._hooks["add_members"]:
-            ask(plugin, "add_members", self._batch_of(run, groups))
+            batch = self._batch_of(run, groups)
+            ask(plugin, "add_members", batch)
+            groups += batch.joining
 
     def _carry(self, batch: PromptBatch, stats: RolloutStats) -> dict[str, Part]:
         """Keep what was predicted of groups that stay open; return how many they are."""

@@ -27,6 +27,7 @@ EXAMPLES = {
     "own_trainer": "update 2: reward",
     "galore": "Metrics of two updates by GaLore are in",
     "own_loss": "Rewards, the loss and its metrics are in",
+    "two_roles": "What each role earned is in",
 }
 
 
