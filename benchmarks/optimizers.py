@@ -33,7 +33,7 @@ from lit_grpo.policy.weights import TrainedWeights
 
 TASK = Task("arithmetic", 30_000, 5, run_fields(8, 8, 1e-3, 128, 128))
 RANK = 32
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, int]]] = {
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),
     "MuonAdamW": (MuonAdamW, {}),
     "GaLore": (GaLore, {"rank": RANK}),

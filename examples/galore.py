@@ -105,22 +105,24 @@ class DCTProjector(GaLoreProjector):
         super().__init__(group["rank"], False, group["update_proj_gap"], group["scale"])
         self.state = state
 
-    def project(self, gradient: torch.Tensor, step: int) -> torch.Tensor:
+    def project(self, full_rank_grad: torch.Tensor, iter: int) -> torch.Tensor:
         """Return the gradient's coefficients of the chosen columns; choose others at every renewal."""
+        gradient = full_rank_grad
         self.side = int(gradient.shape[0] >= gradient.shape[1])  # of the two, on which the columns are
         self.basis = dct(min(gradient.shape), gradient.dtype, gradient.device)
         coefficients = gradient @ self.basis if self.side else self.basis.T @ gradient
-        if step % self.update_proj_gap == 0:
+        before: Any = self.ortho_matrix
+        if iter % self.update_proj_gap == 0:
             columns = coefficients.abs().sum(1 - self.side).topk(self.rank).indices.sort().values
             for name in {"exp_avg", "exp_avg_sq"} & self.state.keys():
-                of_all = torch.zeros_like(coefficients).index_copy_(self.side, self.ortho_matrix, self.state[name])
+                of_all = torch.zeros_like(coefficients).index_copy_(self.side, before, self.state[name])
                 self.state[name] = of_all.index_select(self.side, columns)
-            self.ortho_matrix = columns
-        return coefficients.index_select(self.side, self.ortho_matrix)
+            self.ortho_matrix = before = columns
+        return coefficients.index_select(self.side, before)
 
-    def project_back(self, coefficients: torch.Tensor) -> torch.Tensor:
+    def project_back(self, low_rank_grad: torch.Tensor) -> torch.Tensor:
         """Return the matrix that has these coefficients, times the scale."""
-        columns = self.basis[:, self.ortho_matrix]
+        columns, coefficients = self.basis[:, self.ortho_matrix], low_rank_grad
         return self.scale * (coefficients @ columns.T if self.side else columns @ coefficients)
 
 

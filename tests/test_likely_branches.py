@@ -193,7 +193,7 @@ def test_paths_branch_where_two_tokens_are_likely(collect: Any, policy: Any, eos
 
 @pytest.mark.parametrize("changes", table_rows(SAME, SAME[:1]))
 def test_branches_that_say_the_same_are_pruned_with_what_began_in_them(
-    changes: dict[str, float], collect: Any, eos_ids: list[int]
+    changes: dict[str, Any], collect: Any, eos_ids: list[int]
 ) -> None:
     everything, born, _ = collect(LATR)
     found, begun, _ = collect(replace(LATR, **changes))
@@ -287,7 +287,7 @@ def test_paths_go_on_with_as_many_tokens_as_entropy_and_confidence_say(
 
 
 @pytest.mark.parametrize("changes", table_rows(UNSURE, UNSURE[:1]))
-def test_branches_that_stay_unsure_are_pruned(changes: dict[str, float], collect: Any, policy: Any) -> None:
+def test_branches_that_stay_unsure_are_pruned(changes: dict[str, Any], collect: Any, policy: Any) -> None:
     everything, born, _ = collect(ECHO)
     found, begun, _ = collect(replace(ECHO, **changes))
     gone: set[Key] = set()

@@ -54,7 +54,8 @@ class Corrector:
 
 
 def scope_of(policy: Any, tokenizer: Any, teacher: Any, **fields: Any) -> Scope:
-    plugin = fresh(Scope(**{"judge": JUDGE, "separator": "=", **fields}))
+    given: dict[str, Any] = {"judge": JUDGE, "separator": "=", **fields}
+    plugin = fresh(Scope(**given))
     spec = PolicySpec(policy, tokenizer)
     plugin.on_train_start(TrainingRun(policy, None, 0, 1, Ranks(), teacher=teacher, spec=spec))
     return plugin
@@ -174,7 +175,8 @@ def test_the_gradient_is_that_of_the_masked_group(least: float, tokenizer: Any) 
 
     def score(*made: RolloutGroup) -> None:
         for rollout in (rollout for group in made for rollout in group.rollouts):
-            rollout.reward, rollout.rewards = 1.0, {"exact": 1.0}
+            rollout.reward = 1.0
+            rollout.rewards["exact"] = 1.0
 
     plugin.add_members(GroupBatch([group], 0, EXACT, alone, score=score))
     joined = group.rollouts[-1]
@@ -248,7 +250,8 @@ def test_nothing_that_either_cannot_read_goes_between_teacher_and_policy(tokeniz
 
 def test_what_cannot_be_judged_or_continued_is_refused() -> None:
     facts = RunFacts(4, 8, 64, 1)
-    for fields in ({}, {"judge": "mine.py:step", "separator": ""}):
+    no_separator: dict[str, Any] = {"judge": "mine.py:step", "separator": ""}
+    for fields in ({}, no_separator):
         with pytest.raises(ValueError, match="judge or separator is empty"):
             Scope(**fields).check(facts)
     with pytest.raises(ValueError, match=r"set model\.sampling\.max_observed to 0"):
