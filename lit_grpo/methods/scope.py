@@ -12,14 +12,14 @@ the update (``Rollout.recompute``), except the teacher's tokens that are hardly 
 
     mask_t = 1 if y_t is the policy's own or pi(y_t | x, y_<t) >= least_likelihood, else 0
 
-with the policy that takes the optimizer step.
+with the policy that takes the optimizer step. What is left out stays in the denominator of the loss.
 
 Implemented from the abstract, which has a process reward model as the judge, the first wrong step, and its correction;
 no code was found. Decided here: a corrected completion joins and does not replace the wrong one, of a group those with
 the longest right beginnings are corrected, and the form of the mask.
 
-Evidence: tokens, advantages and gradients beside the formulas, in ``tests/test_scope.py``; learning beside GRPO at
-equal tokens, with the teacher's, in docs/methods.md.
+Evidence: tokens, advantages and gradients beside the formulas, in ``tests/test_scope.py``. Whether it helps beside GRPO
+at equal tokens, with the teacher's, has not been measured.
 
 Example:
     ``model: {teacher: {policy: path/to/a/larger/model}}`` and
