@@ -52,19 +52,21 @@ def sample_tokens(
         Token ids (int64), their log-probs (float32) under the distribution that was sampled from, that is after
         temperature and truncation, and that distribution's entropy in nats (float32). All have shape B.
     """
-    logprobs_BV = distribution(logits_BV, sampling)
+    logits_BV, temperature = logits_BV.float(), sampling.temperature
+    logprobs_BV = (logits_BV if temperature in (0, 1) else logits_BV / temperature).log_softmax(-1)
+    if temperature and sampling.truncates:
+        logprobs_BV = truncate(logprobs_BV, sampling)
     probs_BV = logprobs_BV.exp()
-    tokens_B = logits_BV.argmax(-1) if sampling.temperature == 0 else _draw(probs_BV, uniform_B)
+    tokens_B = _draw(probs_BV, uniform_B) if temperature else logits_BV.argmax(-1)
     logprobs_B = logprobs_BV.gather(-1, tokens_B.unsqueeze(-1)).squeeze(-1)
     entropies_B = -logprobs_BV.mul_(probs_BV).nansum(-1)  # NaN where a token is impossible
     return tokens_B, logprobs_B, entropies_B
 
 
 def distribution(logits_BV: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Return the log-probs that tokens are sampled with, after temperature and truncation: float32, shape (B, V)."""
-    logits_BV, temperature = logits_BV.float(), sampling.temperature
-    logprobs_BV = (logits_BV if temperature in (0, 1) else logits_BV / temperature).log_softmax(-1)
-    return truncate(logprobs_BV, sampling) if temperature and sampling.truncates else logprobs_BV
+    """Return the log-probs with which :func:`sample_tokens` samples: float32, shape (B, V)."""
+    logprobs_BV = (logits_BV.float() / (sampling.temperature or 1.0)).log_softmax(-1)
+    return truncate(logprobs_BV, sampling) if sampling.temperature and sampling.truncates else logprobs_BV
 
 
 def _draw(probs_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:

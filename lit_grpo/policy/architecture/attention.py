@@ -16,7 +16,6 @@ from lit_grpo.policy.architecture.decoder import (
     decoder_of,
     hidden_states,
     raise_device_failure,
-    set_attention,
 )
 from lit_grpo.process.terminal import first_line
 
@@ -123,11 +122,11 @@ def _probed(model: PreTrainedModel, context: int) -> Iterator[None]:
     AttentionMaskInterface.register(_NAME, mask)
     if not decoder_of(model)._can_set_attn_implementation():
         raise OwnAttention("it does not use transformers' attention interface")
-    set_attention(model, _NAME)
+    decoder_of(model).set_attn_implementation(_NAME)
     try:
         yield
     finally:
-        set_attention(model, before)
+        decoder_of(model).set_attn_implementation(before)
 
 
 def _probe(

@@ -69,11 +69,6 @@ def attention_name(model: PreTrainedModel) -> str:
     return str(decoder_of(model).config._attn_implementation)
 
 
-def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Switch the decoder's attention; a vision tower keeps its own."""
-    decoder_of(model).set_attn_implementation(name)
-
-
 @contextmanager
 def in_evaluation(model: torch.nn.Module) -> Iterator[None]:
     """Switch a model to evaluation mode for the code within."""

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from lit_grpo.policy.architecture.attention import ALL, Sight
-from lit_grpo.policy.architecture.decoder import attention_name, set_attention
+from lit_grpo.policy.architecture.decoder import attention_name, decoder_of
 from lit_grpo.scheduling.layouts import FEW, TIGHT, Pieces
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def use_slot_attention(model: PreTrainedModel) -> str:
 
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
     before = attention_name(model)
-    set_attention(model, ATTENTION_NAME)
+    decoder_of(model).set_attn_implementation(ATTENTION_NAME)
     return before
 
 

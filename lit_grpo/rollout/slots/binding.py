@@ -15,10 +15,10 @@ from lit_grpo.policy.architecture.decoder import (
     attention_name,
     compute_dtype,
     context_length,
+    decoder_of,
     hidden_states,
     ignores_positions,
     raise_device_failure,
-    set_attention,
 )
 from lit_grpo.policy.architecture.states import StateShape, state_shape
 from lit_grpo.process.terminal import first_line
@@ -70,7 +70,7 @@ def check_slot_support(model: PreTrainedModel) -> tuple[KVShape, FusedDecoder | 
         raise_device_failure(error)
         raise _refusal(model, f"its attention cannot be replaced ({first_line(error)})") from error
     finally:
-        set_attention(model, before)
+        decoder_of(model).set_attn_implementation(before)
         model.train(training)
     if not off < _TOLERANCES.get(compute_dtype(model.device, model.dtype), 0.1):
         cause = ", so its layers remember more than keys and values"

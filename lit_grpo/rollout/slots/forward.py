@@ -17,7 +17,6 @@ from lit_grpo.policy.architecture.decoder import (
     decoder_of,
     hidden_states,
     raise_device_failure,
-    set_attention,
 )
 from lit_grpo.policy.architecture.vision import image_features, with_images
 from lit_grpo.process.terminal import error_text, say
@@ -98,7 +97,7 @@ class DecodingMode:
     def end(self) -> None:
         """Give the policy back, if it has been switched."""
         if self._attention is not None:
-            set_attention(self._policy, self._attention)
+            decoder_of(self._policy).set_attn_implementation(self._attention)
             self._policy.train(self._training)
             self._attention = None
             torch.clear_autocast_cache()
@@ -161,7 +160,7 @@ def prefill(
             policy,
             piece_BT,
             image_features(policy, [each for _, each in seen]) if seen else None,
-            position_ids=with_images(positions_BT, seen),
+            position_ids=with_images(positions_BT, seen) if seen else positions_BT,
             slot_cache=Forward(writer),
             **own,
         )

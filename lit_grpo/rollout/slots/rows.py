@@ -97,7 +97,8 @@ class TokenRows:
                 self._logprobs[row, :count] = prefix.logprobs_T.numpy()
                 self.sampled[row] = prefix.num_sampled
                 self._entropy_sums[row] = prefix.entropy * prefix.num_sampled
-            self._prompt_ends[row] = request.prompt.end
+            prompt = request.prompt
+            self._prompt_ends[row] = len(prompt.token_ids) if prompt.pictures is None else prompt.end
         self.requests += requests
 
     def inputs(

@@ -274,9 +274,10 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     begins_R, counts_R = np.array(sources, np.int64).reshape(-1, 2).T
     begins_R = np.where(begins_R < 0, start - 1 - begins_R, begins_R)
     chunk = parts[0].chunk if parts else None
+    positions_T = torch.from_numpy(_ranges(own[:, 1], own[:, 2]))
     row = PackedRow(
         input_ids_BT=torch.from_numpy(np.concatenate(tokens, dtype=np.int64))[None],
-        position_ids_BT=_positions(torch.from_numpy(_ranges(own[:, 1], own[:, 2])), seen),
+        position_ids_BT=_seen_positions(positions_T, seen) if seen else positions_T[None],
         pictures=tuple(part.pictures for *_, part in seen if part.pictures is not None and part.before is None),
         stretches=tuple(stretches),
         carried=tuple(carried),
@@ -290,8 +291,8 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     return row
 
 
-def _positions(positions_T: torch.Tensor, seen: Sequence[tuple[int, int, RowPart]]) -> torch.Tensor:
-    """Return positions of a row, shape (1, T); with images (3, 1, T) if tokens have three positions each."""
+def _seen_positions(positions_T: torch.Tensor, seen: Sequence[tuple[int, int, RowPart]]) -> torch.Tensor:
+    """Return positions of a row with images, shape (1, T), or (3, 1, T) if tokens have three positions each."""
     turned = [(begin, end, part, part.pictures) for begin, end, part in seen if part.pictures is not None]
     if all(pictures.positions_3P is None for *_, pictures in turned):
         return positions_T[None]

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from lit_grpo.memory import in_one_copy
-from lit_grpo.policy.architecture.decoder import attention_name, hidden_states, set_attention
+from lit_grpo.policy.architecture.decoder import attention_name, decoder_of, hidden_states
 from lit_grpo.policy.architecture.states import FOUND, States, state_layers
 from lit_grpo.policy.architecture.vision import image_features, with_images
 from lit_grpo.policy.sharding import is_scattered
@@ -234,9 +234,9 @@ def shared_prefixes(model: PreTrainedModel) -> Iterator[None]:
     layers = vars(model).get(FOUND)
     if layers is None:
         layers = state_layers(model)  # with the model's own attention
-    set_attention(model, ATTENTION_NAME)
+    decoder_of(model).set_attn_implementation(ATTENTION_NAME)
     try:
         with recurrent_layers(layers) if layers else nullcontext():
             yield
     finally:
-        set_attention(model, before)
+        decoder_of(model).set_attn_implementation(before)
