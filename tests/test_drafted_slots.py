@@ -75,10 +75,13 @@ class Guesses(Drafter):
         return {}
 
 
-def check_sampled(completion: Completion, policies: Sequence[Any], sampling: SamplingParams) -> None:
+def check_sampled(
+    completion: Completion, policies: Sequence[Any], sampling: SamplingParams, num_given: int = 0
+) -> None:
     """Check each sampled token against the model's own forward, and the number of its position.
 
-    A token that a fork has from its parent is drawn by the parent's numbers.
+    A token that a fork has from its parent is drawn by the parent's numbers; of each version ``num_given`` tokens are
+    another likely token with which a fork begins.
     """
     request, token_ids = completion.request, completion.token_ids_T
     prompt_ids = request.prompt.token_ids
@@ -92,7 +95,7 @@ def check_sampled(completion: Completion, policies: Sequence[Any], sampling: Sam
         drawn = [sample_tokens(logits_TV, sampling, torch.from_numpy(each)) for each in uniform_KT]
         its_T = (completion.versions_T == version) & completion.trained_T
         is_right_T = torch.stack([tokens_T == token_ids for tokens_T, _, _ in drawn]).any(0)
-        assert is_right_T[its_T].all(), (completion, version)
+        assert (~is_right_T[its_T]).sum() <= num_given, (completion, version)
         own_T = its_T & (drawn[-1][0] == token_ids)
         assert torch.allclose(drawn[-1][1][own_T], completion.logprobs_T[own_T], atol=2e-5)
 
@@ -125,7 +128,7 @@ def test_whatever_is_drafted_the_samples_are_those_without(
         for weight in updated[1].parameters():
             weight.mul_(1.02)
     for completion in actual.completions:
-        check_sampled(completion, updated, case.sampling)
+        check_sampled(completion, updated, case.sampling, (len(completion.request.path) - 1) * (case.listens == "latr"))
 
 
 def check_same_samples(case: Case, actual: Result, expected: Result) -> None:

@@ -150,16 +150,15 @@ def test_the_expected_step_of_maxrl_is_the_gradient_of_a_truncated_log_likelihoo
     step_P = (rows(mean_normalized_advantages, outcomes) * (outcomes - chance)).mean(1)  # grad log pi is r - p
     truncated = sum((1 - chance) ** (k - 1) for k in range(1, size))
     of_all = (likelihood_P * step_P).sum()
-    assert_close(of_all, chance * (1 - chance) * truncated)
+    assert float(of_all) == pytest.approx(chance * (1 - chance) * float(truncated), rel=1e-6)
 
 
 def test_maxrl_is_that_of_its_authors_and_refuses_penalties() -> None:
-    """Printed by compute_p_normalization_outcome_advantage of tajwarfahim/maxrl at 7db6bb9, which adds 1e-6."""
+    """By hand after compute_p_normalization_outcome_advantage of tajwarfahim/maxrl at 7db6bb9, which adds 1e-6."""
     rewards = [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [0.5, 0.25, 0, 1]]
-    printed = [[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0] * 4, [1 / 7, -3 / 7, -1, 9 / 7]]
-    assert of("maxrl")([[float(value) for value in row] for row in rewards]).tolist() == pytest.approx(
-        printed, abs=1e-4
-    )
+    expected = [[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0] * 4, [1 / 7, -3 / 7, -1, 9 / 7]]
+    actual = of("maxrl")([[float(value) for value in row] for row in rewards])
+    assert actual.flatten().tolist() == pytest.approx([each for row in expected for each in row], abs=1e-4)
     with pytest.raises(ValueError, match=r"has reward -0\.5; use reward functions without negative values"):
         of("maxrl")([[1.0, -0.5]])
 

@@ -444,9 +444,9 @@ def test_gradient_checkpointing_computes_each_layer_again_and_gives_the_same_gra
 def count_loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     loads: list[str] = []
 
-    def load(policy: str, *options: Any) -> Any:
+    def load(policy: str, *options: Any, **more: Any) -> Any:
         loads.append(policy)
-        return original(policy, *options)
+        return original(policy, *options, **more)
 
     original = module_file.load_policy
     for place in (module_file, reference_file):

@@ -161,7 +161,7 @@ def test_one_setting_alone_chooses_the_denominator_of_ratios(name: str) -> None:
 
 def test_the_seam_is_no_wider_than_it_has_to_be() -> None:
     members = {name for kind in (Listener, Plugin) for name in [*vars(kind), *kind.__annotations__] if name[0] != "_"}
-    assert len(members) <= 56 and len(COLUMNS) <= 17 and len(REQUIREMENTS) <= 18
+    assert len(members) <= 56 and len(COLUMNS) <= 18 and len(REQUIREMENTS) <= 18
 
 
 class OwnBonus(Plugin):

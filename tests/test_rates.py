@@ -38,6 +38,7 @@ TRAINED = {
     "tiny": 600_000,
     "tiny_calculator": 200_000,
     "tiny_catch": 100_000,
+    "tiny_shapes": 350_000,
     "tiny_knights": 600_000,
     "smollm2": 135_000_000,
     "Qwen/Qwen3.5-0.8B": 800_000_000,

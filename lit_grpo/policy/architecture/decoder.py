@@ -155,7 +155,7 @@ NEVER = -1e9  # finite, so that a product with its probability, 0, is 0
 class LogitMap:
     """Logits are ``scale x head(h)``, and with a cap ``cap tanh(scale x head(h) / cap)``.
 
-    Tokens of ``never`` are in no distribution: the placeholders of images, behind which a sampled one has no image.
+    Tokens of ``never`` are in no distribution: the placeholders of images, which stand for nothing if they are sampled.
     """
 
     scale: float = 1.0

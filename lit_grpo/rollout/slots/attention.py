@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from lit_grpo.policy.architecture.states import RowStates, StateShape
-    from lit_grpo.rollout.slots.drafts.heads import Heads
 
 ATTENTION_NAME = "lit_grpo_slots"
 _TIGHT_FROM_BYTES = 2**14  # a token
@@ -52,7 +51,7 @@ class KVShape:
     device: torch.device
     states: StateShape | None = None
     """What layers remember of a row beside keys and values, if any do."""
-    heads: Heads | None = None
+    heads: Any = None
     """The policy's own layer of multi-token prediction, if it drafts: the last of ``layers`` is its attention call."""
 
     @cached_property
