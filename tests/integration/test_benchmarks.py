@@ -123,6 +123,7 @@ WITHOUT_VLLM = (
         "planner_cost",
         "plans",
         "same_curves",
+        "shapes",
         "sequence_parallel",
         "shared_prefix",
     ),
