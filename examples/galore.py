@@ -117,7 +117,8 @@ class DCTProjector(GaLoreProjector):
             for name in {"exp_avg", "exp_avg_sq"} & self.state.keys():
                 of_all = torch.zeros_like(coefficients).index_copy_(self.side, before, self.state[name])
                 self.state[name] = of_all.index_select(self.side, columns)
-            self.ortho_matrix = before = columns
+            self.ortho_matrix: Any = columns
+            before = columns
         return coefficients.index_select(self.side, before)
 
     def project_back(self, low_rank_grad: torch.Tensor) -> torch.Tensor:

@@ -1,3 +1,9 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["lit_grpo", "torch>=2.11"]
+# [tool.uv.sources]
+# lit_grpo = { path = "..", editable = true }
+# ///
 """Two roles of one policy, each with its own reward and baseline. ``python examples/two_roles.py`` (a minute on a CPU).
 
 One policy plays both sides of a game, in turns: the thrower moves the ball away from the paddle, the catcher moves the

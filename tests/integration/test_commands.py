@@ -39,7 +39,10 @@ FIRST = "--validate_first false"
 FEW_ROWS = " ".join(f"--data.validation.init_args.sources.{name}.init_args.num_rows=8" for name in ("exact", "rough"))
 CONFIGS = {
     "own_task": ("own-task", "--trainer.max_steps 1 --data.batch_size 2 --rollout_timeline.every_n_updates 0"),
-    **{name: (name, f"{SHORT} {FIRST}") for name in ("arithmetic", "knights", "calculator", "catch", "budget")},
+    **{
+        name: (name, f"{SHORT} {FIRST}")
+        for name in ("arithmetic", "knights", "calculator", "catch", "budget", "shapes")
+    },
     "warm_start": ("warm_start", f"{SHORT} --trainer.max_steps 9"),
     "mixture": ("mixture", f"--trainer.max_steps 1 --data.batch_size 2 {FIRST} {FEW_ROWS}"),
     "runs/arithmetic/config": ("arithmetic", "--trainer.max_steps 2"),
