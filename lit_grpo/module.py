@@ -533,7 +533,8 @@ class GRPOModule(EvaluationModule):
         names = {source: sorted(names) for source, names in self._names_logged.items()}
         checkpoint["logged"] = (names, self._batch_watch.state_dict())
         checkpoint["reward_curves"] = (self.reward_curves.state_dict(), self.held_out_curves.state_dict())
-        settings = {"dtype": self.policy_dtype, "lora": None if self.lora is None else asdict(self.lora)}
+        lora = None if self.lora is None else asdict(self.lora)
+        settings = {"dtype": self.policy_dtype, "vision": self.vision, "lora": lora}
         checkpoint["hyper_parameters"] = {"policy": recorded_name(self.policy_name, self._continues), **settings}
         learner: Learner | None = getattr(self, "learner", None)
         if learner is not None:

@@ -161,12 +161,11 @@ def own_copy(value: Any, what: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """The images of one prompt, encoded as PNG; pixels are made when the policy reads them, and not kept.
+    """The images of one prompt, as files; pixels are made when the policy reads them, and not kept.
 
     Attributes:
         images: Files of the images, in the order of their placeholders.
         digest: A digest of the pixels.
-        num_tokens: Number of placeholder tokens, which the features of all images stand for.
         positions_3P: Positions of the prompt's tokens in time, height and width (M-RoPE), int64, shape (3, P); None for
             a policy with one position a token.
         shift: How much lower than its place the position of a token after the prompt is: 0 without ``positions_3P``.
@@ -174,7 +173,6 @@ class Pictures:
 
     images: tuple[bytes, ...]
     digest: bytes
-    num_tokens: int
     positions_3P: torch.Tensor | None = None
     shift: int = 0
 

@@ -26,9 +26,10 @@ IMAGE, AROUND, WHOLE, END = "<image>", "<fake_token_around_image>", "<global-img
 PIECES = (IMAGE, AROUND, WHOLE, END, *(f"How many {name}?" for name in KINDS.values()))
 CHARACTERS = "".join(KINDS) + ".=:0123456789"
 TEMPLATE = (
-    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for message in messages %}{{ ':' if message.role == 'assistant' }}"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
-    "{{ '<eos>' if message.role == 'assistant' else ':' }}{% endfor %}"
+    "{{ '<eos>' if message.role == 'assistant' }}{% endfor %}{{ ':' if add_generation_prompt }}"
 )
 PROCESSOR = {
     "image_processor_type": "Idefics3ImageProcessor",

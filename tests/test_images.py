@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,20 +16,30 @@ import numpy as np
 import pytest
 import torch
 from conftest import table_rows
+from PIL import Image
 from seeing import FAMILIES, load, make_policy, plain_logits, png, read
 from test_slots import decode
 
 import lit_grpo
+from lit_grpo.budgets.memory import checksum
+from lit_grpo.data import PromptDataModule
 from lit_grpo.data.chat import UnusableRow
+from lit_grpo.data.loaders import row_digests
+from lit_grpo.data.overlap import shared_validation
 from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.data.sources import GivenRows
 from lit_grpo.policy.architecture.vision import open_image
-from lit_grpo.policy.loading import load_tokenizer, load_vision
+from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision
 from lit_grpo.policy.named import TINY_SHAPES
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.process.values import find_foreign
+from lit_grpo.rollout.buffer import RolloutBuffer
+from lit_grpo.rollout.rules import SYNCHRONOUS
 from lit_grpo.rollout.sampling import request_key, sample_tokens, uniform
 from lit_grpo.rollout.slots.generator import SlotGenerator
 from lit_grpo.tasks import ShapesRows
-from lit_grpo.types import Completion, Request, Rollout, SamplingParams
+from lit_grpo.tools.finishing.source import RunPolicy
+from lit_grpo.types import Completion, Pictures, Prompt, Request, Rollout, SamplingParams
 from lit_grpo.update.batches.layout import in_order
 from lit_grpo.update.batches.microbatch import least_tokens, make_micro_batches
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs
@@ -139,7 +150,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_gives_its_images_in_any_of_these_forms(form: str, renderer: tuple[PromptRenderer, Any]) -> None:
     rendered = renderer[0].render(FORMS[form], renderer[1])
-    assert rendered.pictures is not None and rendered.pictures.num_tokens == 9
+    assert rendered.pictures is not None and renderer[0].vision.placeholder in rendered.token_ids
     assert rendered.text == "<image>How many circles?:"
     assert open_image(rendered.pictures.images[0]).tobytes() == open_image(PICTURE).tobytes()
 
@@ -203,3 +214,57 @@ def test_what_cannot_see_images_is_told_before_the_first_rollout(name: str, tmp_
     data, policy = {"image_column": "image", "batch_size": 2}, options.pop("policy")
     with pytest.raises((ValueError, SystemExit), match=sentence):
         lit_grpo.train(policy, [*ShapesRows(4).rows()], ["exact_match"], dir=str(tmp_path), data=data, **options)
+
+
+# ---- prompts of equal tokens ------------------------------------------------------------------------
+
+
+def shown(prompt_id: str, digest: bytes) -> Prompt:
+    return Prompt(prompt_id, (1, 2, 3), "", pictures=Pictures((), digest))
+
+
+PLACES: dict[str, Callable[[Prompt], Any]] = {
+    "held-out prompts": lambda other: shared_validation({"train": [shown("a", b"one")], "validation": [other]}),
+    "rows of ranks": lambda other: row_digests([other]) == row_digests([shown("a", b"one")]),
+    "replayed completions": lambda other: checksum(other) == checksum(shown("a", b"one")),
+    "prompts of the update": lambda other: other.digest == shown("a", b"one").digest,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_prompts_of_equal_tokens_and_other_pixels_are_not_one(place: str) -> None:
+    assert PLACES[place](shown("a", b"one")) and not PLACES[place](shown("a", b"two"))
+
+
+def test_a_group_of_a_checkpoint_has_its_images_again() -> None:
+    prompt = shown("train/0", b"one")
+    buffer = RolloutBuffer(SYNCHRONOUS)
+    buffer.open([Request(prompt, (0,), SAMPLING)])
+    state = buffer.state_dict()
+    assert find_foreign(state) is None
+    resumed = RolloutBuffer(SYNCHRONOUS)
+    resumed.load_state_dict(state)
+    resumed.give_columns([prompt])
+    (group,) = resumed._groups.values()
+    assert group.prompt.pictures is prompt.pictures
+
+
+def test_a_photo_is_turned_as_its_camera_says() -> None:
+    stream, image = io.BytesIO(), Image.new("RGB", (8, 4))
+    exif = image.getexif()
+    exif[0x0112] = 6  # a quarter turn
+    image.save(stream, "JPEG", exif=exif)
+    assert open_image(stream.getvalue()).size == (4, 8)
+
+
+def test_a_column_that_no_row_has_is_named() -> None:
+    rows = GivenRows([{"prompt": "How many circles?"}] * 2)
+    data = PromptDataModule(TINY_SHAPES, train=rows, image_column="imag", batch_size=1)
+    with pytest.raises(ValueError, match=r"no row of .* has an image in column 'imag' or in its messages"):
+        data.setup("fit")
+
+
+def test_a_vision_tower_has_no_gguf_file() -> None:
+    policy = load_policy(TINY_SHAPES, vision=True)
+    with pytest.raises(ValueError, match="idefics3"):
+        RunPolicy(policy, load_tokenizer(TINY_SHAPES), 0).gguf_bytes("q8_0")

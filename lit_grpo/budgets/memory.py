@@ -168,5 +168,6 @@ PLAIN = ("prompt_id", "visit", "prompt", "finish_reason", "text", "rewards", "re
 
 
 def checksum(prompt: Prompt) -> int:
-    """Return a checksum of a prompt's tokens."""
-    return zlib.crc32(array("q", prompt.token_ids).tobytes())
+    """Return a checksum of a prompt's tokens and pixels."""
+    pixels = b"" if prompt.pictures is None else prompt.pictures.digest
+    return zlib.crc32(pixels, zlib.crc32(array("q", prompt.token_ids).tobytes()))

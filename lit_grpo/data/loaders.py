@@ -251,11 +251,15 @@ def row_digests(rows: Iterable[Prompt | Example]) -> list[str]:
 
 
 def _columns_of(prompt: Prompt) -> str:
-    """Return a prompt's columns as text; a value that JSON does not know counts by its content, or else by its type."""
+    """Return a prompt's columns as text, with the digest of its pixels if it has images.
+
+    A value that JSON does not know counts by its content, or else by its type.
+    """
+    pixels = "" if prompt.pictures is None else prompt.pictures.digest.hex()
     try:
-        return json.dumps(prompt.columns, sort_keys=True, default=_text_of)
+        return pixels + json.dumps(prompt.columns, sort_keys=True, default=_text_of)
     except (TypeError, ValueError):  # keys that are no text or cannot be sorted, or a column that contains itself
-        return json.dumps({str(name): type(value).__name__ for name, value in prompt.columns.items()})
+        return pixels + json.dumps({str(name): type(value).__name__ for name, value in prompt.columns.items()})
 
 
 def _text_of(value: Any) -> Any:

@@ -326,6 +326,11 @@ class PromptDataModule(LightningDataModule):
                 if split in SPLITS_OF_STAGE["fit"]:
                     self._rows[prompts[-1].prompt_id] = row
         self._report(f"data.{split}", source, len(prompts), reasons)
+        if split == "train" and self.renderer.vision is not None and not any(prompt.pictures for prompt in prompts):
+            raise ValueError(
+                f"no row of {source.describe()} has an image in column {self.renderer.image_column!r} or in its "
+                "messages; name the column in data.image_column, or leave it out to train on texts alone."
+            )
         if (number := len({prompt.dataset for prompt in prompts})) > MOST_DATASETS:
             raise ValueError(
                 f"column {DATASET!r} of {source.describe()} names {number} data sets, and each has metrics of its own, "

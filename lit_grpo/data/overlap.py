@@ -13,8 +13,8 @@ REMEDY = "give data.validation rows that are held out, or leave it out"
 def shared_validation(prompts: Mapping[str, Sequence[Prompt]]) -> str:
     """Say how many validation prompts are training prompts too; return an empty text if they are few."""
     held_out = prompts.get("validation", ())
-    trained = {prompt.token_ids for prompt in prompts.get("train", ())}
-    shared = sum(prompt.token_ids in trained for prompt in held_out)
+    trained = {prompt.digest for prompt in prompts.get("train", ())}
+    shared = sum(prompt.digest in trained for prompt in held_out)
     if not held_out or shared < LEAST_SHARE * len(held_out):
         return ""
     return f"{shared:,} of {len(held_out):,} prompts of data.validation are in data.train too"

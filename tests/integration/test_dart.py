@@ -39,7 +39,8 @@ def test_each_part_of_its_curation_acts(tmp_path: Path, monkeypatch: pytest.Monk
     sizes = zip(logged("budget/smallest_group"), logged("budget/largest_group"), strict=True)
     assert any(most > least for least, most in sizes)  # completions by difficulty
     kept = [share for share in logged("update/kept_share") if not math.isnan(share)]
-    assert kept == pytest.approx([0.8] * len(kept), abs=0.02)  # tokens of high entropy
+    chosen = [share for share in kept if share != 1]  # where fewer tokens have an advantage, all of these are kept
+    assert chosen and chosen == pytest.approx([0.8] * len(chosen), abs=0.02)  # tokens of high entropy
     assert largest("staleness/mean") > 0 and any(
         0 < weight != 1 for weight in logged("correction/weight")
     )  # importance weights

@@ -104,12 +104,12 @@ class Vision:
         digest = blake2b(digest_size=16)
         for name in sorted(self._features(inputs)):
             digest.update(repr(inputs[name].shape).encode() + inputs[name].contiguous().numpy().tobytes())
-        num_tokens, positions_3P, shift = int((ids_1P == self.placeholder).sum()), None, 0
+        positions_3P, shift = None, 0
         if hasattr(self._inner, "get_rope_index"):
             grids = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids") if name in inputs}
             found, shifts = cast(Any, self._inner).get_rope_index(ids_1P, **grids)
             positions_3P, shift = found[:, 0], -int(shifts)
-        return ids_1P[0].tolist(), Pictures(tuple(images), digest.digest(), num_tokens, positions_3P, shift)
+        return ids_1P[0].tolist(), Pictures(tuple(images), digest.digest(), positions_3P, shift)
 
     def pixels(self, pictures: Pictures) -> dict[str, torch.Tensor]:
         """Return the arguments of the tower for the images of a prompt, on the host."""
@@ -126,6 +126,11 @@ class Vision:
 
 def _any(*_: object) -> None:
     """Take each part of a processor, also none for videos."""
+
+
+def has_tower(folder: Path) -> bool:
+    """Return whether a policy's folder is that of one that sees images."""
+    return (folder / _SETTINGS[0]).exists()
 
 
 def sees(model: torch.nn.Module) -> bool:
@@ -246,17 +251,17 @@ def read_image(image: Any, what: str) -> bytes:
 
 
 def open_image(data: bytes) -> Any:
-    """Return an image of the bytes of a file, in RGB.
+    """Return an image of the bytes of a file, in RGB, turned as its camera says.
 
     Raises:
         ValueError: They are no image, a truncated one, or one of more than 2**26 pixels.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         image = Image.open(io.BytesIO(data))
         if image.width * image.height > _MOST_PIXELS:
             raise ValueError(f"it has {image.width} x {image.height} pixels, and at most {_MOST_PIXELS} are read")
-        return image.convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # decoders of damaged files raise many kinds
         raise ValueError(first_line(error)) from error

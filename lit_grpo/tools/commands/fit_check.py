@@ -49,6 +49,8 @@ class FitCheckCLI(LikeFitCLI):
         sizes = Sizes.of(load_config(settings["model"]["policy"]), demand.mixed, demand.weight_bytes)
         taken = forecast(sizes, demand)
         _show(sizes, demand, taken, limit)
+        if settings["model"]["vision"] != "none":
+            print("The vision tower and what it computes of images come on top; they are not estimated.")
         sys.exit(int(taken.peak > limit))
 
 

@@ -35,6 +35,7 @@ class Contents:
         left_out: What GGUF files and their readers do in another way than the policy, a sentence each.
         place: What ``from_pretrained`` takes: the repository on the hub, or the folder that holds the card.
         tokenizer_class: The class of transformers that loads the tokenizer as its file describes it.
+        model_class: The class of transformers that loads the model.
         num_carried: Number of tensors of multi-token prediction, which are the base's.
     """
 
@@ -49,6 +50,7 @@ class Contents:
     left_out: Sequence[str] = ()
     place: str = "."
     tokenizer_class: str = "AutoTokenizer"
+    model_class: str = "AutoModelForCausalLM"
     num_carried: int = 0
 
 
@@ -120,9 +122,9 @@ def _result(run: RunRecords, contents: Contents) -> str:
 
 def _use(contents: Contents) -> str:
     code = (
-        f"from transformers import AutoModelForCausalLM, {contents.tokenizer_class}",
+        f"from transformers import {contents.model_class}, {contents.tokenizer_class}",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{contents.place}")',
+        f'model = {contents.model_class}.from_pretrained("{contents.place}")',
         f'tokenizer = {contents.tokenizer_class}.from_pretrained("{contents.place}")',
     )
     lines = ["## Use", fenced("\n".join(code), "python")]

@@ -131,6 +131,7 @@ def _finish(options: argparse.Namespace) -> None:
 
 def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: list[str], output: Path) -> list[str]:
     """Write the folder aside and give it its name at the end; return lines about it."""
+    from lit_grpo.policy.architecture.vision import has_tower
     from lit_grpo.policy.tokenizers import loading_class
     from lit_grpo.process.files import new_folder
     from lit_grpo.process.terminal import may_fail
@@ -185,6 +186,7 @@ def _write(options: argparse.Namespace, run: RunRecords, origin: Origin, kinds: 
             left_out=left_out,
             place=options.push or ".",
             tokenizer_class=loading_class(str(folder)),
+            model_class="AutoModelForImageTextToText" if has_tower(folder) else "AutoModelForCausalLM",
             num_carried=num_carried,
         )
         (folder / "README.md").write_text(write_card(run, origin, contents), encoding="utf-8")

@@ -78,11 +78,10 @@ def planned_bytes(config: PreTrainedConfig, shapes: Shapes, tokenizer: PreTraine
     Raises:
         ValueError: The family, the tokenizer or a weight has no form in GGUF.
     """
+    tensors = _tensors(config, shapes, KINDS[kind][0])  # refuses a family before anything is asked of its weights
     vocabulary = describe(tokenizer, shapes[_EMBEDDING][0])
     texts = (*vocabulary.tokens, *vocabulary.merges, *vocabulary.templates.values())
-    return sum(16 + len(text.encode()) for text in texts) + sum(
-        tensor.num_bytes for tensor in _tensors(config, shapes, KINDS[kind][0])
-    )
+    return sum(16 + len(text.encode()) for text in texts) + sum(tensor.num_bytes for tensor in tensors)
 
 
 def write_gguf(folder: Path, path: Path, kind: str, name: str, license: str | None = None) -> Vocabulary:

@@ -14,7 +14,8 @@ from typing_extensions import TypedDict
 
 from lit_grpo.checkpoints import settled
 from lit_grpo.policy.architecture.unread import known_unread
-from lit_grpo.policy.loading import load_policy, load_tokenizer
+from lit_grpo.policy.architecture.vision import give_vision, has_tower
+from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision
 from lit_grpo.policy.saving import export
 from lit_grpo.policy.weights import PolicyWeights
 from lit_grpo.process.inputs import read_json, typed
@@ -78,7 +79,10 @@ class RunPolicy:
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}); {remedy}.") from None
         adapter = folder / "adapter"
-        policy, tokenizer = load_policy(str(folder), dtype or "float32"), load_tokenizer(str(folder))
+        tokenizer, sees = load_tokenizer(str(folder)), has_tower(folder)
+        policy = load_policy(str(folder), dtype or "float32", vision=sees)
+        if sees:
+            give_vision(policy, load_vision(str(folder), tokenizer), trained=True)
         return cls(policy, tokenizer, version, adapter if adapter.is_dir() else None)
 
     @cached_property
