@@ -468,9 +468,14 @@ def check_images(
     has_teacher: bool,
     settings: LearnerSettings,
 ) -> None:
-    """Refuse prompts with images where a part of the run cannot see them."""
+    """Refuse prompts with images where a part of the run cannot see them, and a tower that sees none in training."""
     shown = next((each for rows in prompts.values() for each in rows if each.pictures is not None), None)
     if shown is None:
+        if sees(policy) and "train" in prompts:
+            raise ValueError(
+                "model.vision loads a vision tower, and no prompt of data.train has an image; name the column with the "
+                "images in data.image_column, or leave model.vision out."
+            )
         return
     needs, decoder = f"prompt {shown.prompt_id!r} has images", type(generator).__name__
     check_clashes(

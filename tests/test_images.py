@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from lit_grpo.data.loaders import row_digests
 from lit_grpo.data.overlap import shared_validation
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.data.sources import GivenRows
+from lit_grpo.methods.swarm import Swarm
+from lit_grpo.plugins import RunFacts, fresh
 from lit_grpo.policy.architecture.vision import open_image
 from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision
 from lit_grpo.policy.named import TINY_SHAPES
@@ -152,6 +155,7 @@ def test_a_row_gives_its_images_in_any_of_these_forms(form: str, renderer: tuple
     rendered = renderer[0].render(FORMS[form], renderer[1])
     assert rendered.pictures is not None and renderer[0].vision.placeholder in rendered.token_ids
     assert rendered.text == "<image>How many circles?:"
+    assert rendered.messages == [{"role": "user", "content": [PART, QUESTION]}]  # what reward functions get
     assert open_image(rendered.pictures.images[0]).tobytes() == open_image(PICTURE).tobytes()
 
 
@@ -203,6 +207,7 @@ def test_a_part_with_an_image_is_refused_without_the_setting(renderer: tuple[Pro
 NOT_SEEING: dict[str, tuple[dict[str, Any], str]] = {
     "texts alone": ({}, "has images, but model.vision is none"),
     "no tower": ({"vision": "frozen", "policy": "tiny"}, "which sees no images; take another"),
+    "no column": ({"vision": "frozen", "image_column": None}, "no prompt of data.train has an image; name the column"),
     "divided": ({"vision": "frozen", "sequence_parallel_size": 2}, "sequence_parallel_size"),
 }
 
@@ -211,9 +216,12 @@ NOT_SEEING: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_see_images_is_told_before_the_first_rollout(name: str, tmp_path: Path) -> None:
     changes, sentence = NOT_SEEING[name]
     options: dict[str, Any] = {"policy": TINY_SHAPES, "max_steps": 1, "num_generations": 2} | changes
-    data, policy = {"image_column": "image", "batch_size": 2}, options.pop("policy")
+    data: dict[str, Any] = {"image_column": options.pop("image_column", "image"), "batch_size": 2}
+    policy, rows = options.pop("policy"), [*ShapesRows(4).rows()]
+    if data["image_column"] is None:
+        rows = [row | {"prompt": "How many circles?"} for row in rows]
     with pytest.raises((ValueError, SystemExit), match=sentence):
-        lit_grpo.train(policy, [*ShapesRows(4).rows()], ["exact_match"], dir=str(tmp_path), data=data, **options)
+        lit_grpo.train(policy, rows, ["exact_match"], dir=str(tmp_path), data=data, **options)
 
 
 # ---- prompts of equal tokens ------------------------------------------------------------------------
@@ -262,6 +270,12 @@ def test_a_column_that_no_row_has_is_named() -> None:
     data = PromptDataModule(TINY_SHAPES, train=rows, image_column="imag", batch_size=1)
     with pytest.raises(ValueError, match=r"no row of .* has an image in column 'imag' or in its messages"):
         data.setup("fit")
+
+
+def test_runs_of_a_swarm_exchange_no_images() -> None:
+    data: Any = SimpleNamespace(writer=None, prompts={"train": [shown("train/0", b"one")]})
+    with pytest.raises(ValueError, match="exchanges texts alone"):
+        fresh(Swarm(folder="exchange")).check(RunFacts(2, 4, 6, 1, data=data))
 
 
 def test_a_vision_tower_has_no_gguf_file() -> None:

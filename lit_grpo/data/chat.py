@@ -117,7 +117,7 @@ def apply_template(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBa
     import jinja2
 
     try:
-        return tokenizer.apply_chat_template([*map(_in_parts, messages)], **options)
+        return tokenizer.apply_chat_template([*map(in_parts, messages)], **options)
     except (jinja2.TemplateError, *_FAULTS) as error:
         complaint = " ".join(str(error).split())[:300]
         if type(error) is jinja2.TemplateError:  # what a template's raise_exception raises
@@ -128,8 +128,8 @@ def apply_template(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBa
         ) from error
 
 
-def _in_parts(message: Message) -> Message:
-    """Return a message whose content has images in parts, as chat templates expect them."""
+def in_parts(message: Message) -> Message:
+    """Return a message whose content has images in parts, as chat templates and reward functions expect them."""
     content = message.get("content")
     if not isinstance(content, str) or IMAGE not in content:
         return message

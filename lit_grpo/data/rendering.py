@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from lit_grpo.compatibility import Clash, check_clashes
-from lit_grpo.data.chat import IMAGE, Message, UnusableRow, read_message, render_chat
+from lit_grpo.data.chat import IMAGE, Message, UnusableRow, in_parts, read_message, render_chat
 from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.mixture import DATASET
 from lit_grpo.data.parts import num_common
@@ -213,7 +213,7 @@ class PromptRenderer:
         if images and self._conversing_with(row) is not None:
             raise UnusableRow("has images, which tools and environments cannot go on from; leave one of the two out")
         if images:
-            assert self.vision is not None
+            messages = None if messages is None else [*map(in_parts, messages)]
             try:
                 token_ids, pictures = self.vision.read(text, images)
             except ValueError as error:
@@ -297,7 +297,7 @@ class PromptRenderer:
     def _read(self, row: Row, images: list[Any] | None = None) -> Any:
         """Return the prompt of a row, a text or messages; ``images`` receives what the row gives for each image."""
         adds = self.adds(row)
-        in_parts: list[Any] | None = None if self.vision is None else []
+        of_parts: list[Any] | None = None if self.vision is None else []
         if adds and self.template is None and row.get(self.prompt_column) is None:
             return ""
         prompt = column_of(row, self.prompt_column) if self.template is None else _fill_template(self.template, row)
@@ -307,10 +307,10 @@ class PromptRenderer:
             kind = type(prompt).__name__
             raise UnusableRow(f"has a prompt of type {kind}, neither text nor a list of chat messages")
         else:
-            prompt = [read_message(message, in_parts) for message in prompt]
+            prompt = [read_message(message, of_parts) for message in prompt]
             texts = [message["content"] or "" for message in prompt]
-        if in_parts is not None:
-            prompt, found = self._with_images(prompt, row, in_parts)
+        if of_parts is not None:
+            prompt, found = self._with_images(prompt, row, of_parts)
             if images is not None:
                 images += found
         if not adds and not any(text.strip() for text in texts):
@@ -322,7 +322,7 @@ class PromptRenderer:
             )
         return prompt
 
-    def _with_images(self, prompt: Any, row: Row, in_parts: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _with_images(self, prompt: Any, row: Row, of_parts: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return a prompt with a place for each image of its row, and these.
 
         Images of the column go to the parts of messages that hold none, in order; without such parts, before the first
@@ -330,19 +330,19 @@ class PromptRenderer:
         """
         given = row.get(self.image_column or "")
         in_column = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-        if not in_column and not in_parts:
+        if not in_column and not of_parts:
             return prompt, []
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        empty = sum(each is None for each in in_parts)
+        empty = sum(each is None for each in of_parts)
         if in_column and not empty:
             place = next((place for place, message in enumerate(prompt) if message["role"] == "user"), None)
             if place is None:
                 raise UnusableRow(f"has images in column {self.image_column!r} and no user message to show them in")
             shown = {**prompt[place], "content": IMAGE * len(in_column) + (prompt[place]["content"] or "")}
             prompt = [*prompt[:place], shown, *prompt[place + 1 :]]
-            images = [*in_column, *in_parts]
-            if in_parts:
+            images = [*in_column, *of_parts]
+            if of_parts:
                 raise UnusableRow(f"has images in its messages and others in column {self.image_column!r}; keep one")
         elif len(in_column) != empty:
             raise UnusableRow(
@@ -350,7 +350,7 @@ class PromptRenderer:
             )
         else:
             rest = iter(in_column)
-            images = [next(rest) if each is None else each for each in in_parts]
+            images = [next(rest) if each is None else each for each in of_parts]
         return prompt, images
 
     def _conversation(self, prompt: str | list[Message]) -> list[Message]:

@@ -109,6 +109,8 @@ class Swarm(Plugin):
         if run.data is not None:
             self._writer = run.data.writer
             prompts = [prompt for prompt in run.data.prompts["train"] if prompt.is_of(self.datasets)]
+            if any(prompt.pictures is not None for prompt in prompts):
+                raise ValueError("exchanges texts alone, and prompts of data.train have images; leave it out.")
             self._known = {_question(prompt): prompt for prompt in reversed(prompts)}
 
     def setup(self) -> None:

@@ -35,7 +35,7 @@ class Vision:
 
     Args:
         model: The policy or an outline of it; for M-RoPE its positions are taken from it.
-        tokenizer: The policy's tokenizer.
+        tokenizer: Tokenizer of the policy, which encodes the expanded texts.
         place: Folder or hub id with the settings of its image processor.
 
     Raises:
