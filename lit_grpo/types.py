@@ -159,6 +159,17 @@ def own_copy(value: Any, what: str) -> Any:
         ) from error
 
 
+class MutualSpan(NamedTuple):
+    """Tokens of a prompt, from ``begin`` to ``end``, which see one another in both directions.
+
+    They do so in all layers if ``everywhere``, and else in those with a sliding window alone.
+    """
+
+    begin: int
+    end: int
+    everywhere: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Pictures:
     """The images of one prompt, as files; pixels are made when the policy reads them, and not kept.
@@ -169,12 +180,14 @@ class Pictures:
         positions_3P: Positions of the prompt's tokens in time, height and width (M-RoPE), int64, shape (3, P); None for
             a policy with one position a token.
         shift: How much lower than its place the position of a token after the prompt is: 0 without ``positions_3P``.
+        mutual: The tokens of each image, if they see one another in both directions.
     """
 
     images: tuple[bytes, ...]
     digest: bytes
     positions_3P: torch.Tensor | None = None
     shift: int = 0
+    mutual: tuple[MutualSpan, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from lit_grpo.policy.architecture.vision import Vision, give_vision, open_image
+from lit_grpo.policy.architecture.vision import Vision, give_vision, mutual_of, open_image
 from lit_grpo.policy.loading import load_tokenizer, load_vision
 from lit_grpo.types import Prompt
 
@@ -128,7 +128,18 @@ FAMILIES = {
         mark="<|image_pad|>",
         more={"audio_config": None, "video_token_id": 301},
     ),
+    "gemma3": Family(
+        {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 6}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        {**_SIGLIP, "image_size": 32, "patch_size": 8, "initializer_range": 0.2, "vision_use_head": False},
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}},
+        mark="<|vision_start|>",
+        more={"mm_tokens_per_image": 4, "boi_token_index": 302, "eoi_token_index": 303, "image_token_index": 300},
+    ),
 }
+FAMILIES["gemma4 both ways"] = replace(
+    FAMILIES["gemma4"], text=FAMILIES["gemma4"].text | {"use_bidirectional_attention": "vision"}
+)
 _OF_PATCHES = {
     "lfm2_vl": lambda number: {
         "pixel_attention_mask": torch.ones(number, 16, dtype=torch.int64),
@@ -154,14 +165,16 @@ class ByHand:
     def __call__(self, text: Sequence[str], images: Any, **_: Any) -> dict[str, torch.Tensor]:
         flat = images[0] if isinstance(images[0], list) else images
         shown = text[0].replace("<|image_pad|>", "<|image_pad|>" * 4)
-        return {"input_ids": torch.tensor([self.tokenizer(shown)["input_ids"]]), **self.pixels(flat)}
+        ids_1P = torch.tensor([self.tokenizer(shown)["input_ids"]])
+        types = {"mm_token_type_ids": (ids_1P == PLACEHOLDER).long()} if self.name == "gemma4" else {}
+        return {"input_ids": ids_1P, **types, **self.pixels(flat)}
 
 
 def make_policy(name: str, folder: Path) -> str:
     """Save the small policy of a family with all that a policy's folder has; return the folder."""
     family = FAMILIES[name]
     more = {"image_token_id": PLACEHOLDER, "tie_word_embeddings": False, **(family.more or {})}
-    config = AutoConfig.for_model(name, text_config=_TEXT | family.text, vision_config=family.vision, **more)
+    config = AutoConfig.for_model(name.split()[0], text_config=_TEXT | family.text, vision_config=family.vision, **more)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: Any = AutoModelForImageTextToText.from_config(config)
@@ -176,12 +189,15 @@ def make_policy(name: str, folder: Path) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     added = [AddedToken(_ADDED.get(number, f"<{number}>"), special=True) for number in range(256, 310)]
     tokenizer.add_special_tokens(added)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<256>")
+    named = {"boi_token": "<|vision_start|>", "image_token": "<|image_pad|>", "eoi_token": "<|vision_end|>"}
+    named = named if name == "gemma3" else {}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<256>", **named)
     fast.chat_template = _TEMPLATE.replace("MARK", family.mark)
     fast.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(family.processor))
-    if name == "idefics3":  # tokens of an image of 32 x 32 pixels
-        (folder / "processor_config.json").write_text('{"image_seq_len": 4}')
+    lengths = {"idefics3": "image_seq_len", "gemma3": "image_seq_length"}
+    if name in lengths:  # tokens of an image of 32 x 32 pixels
+        (folder / "processor_config.json").write_text(json.dumps({lengths[name]: 4}))
     return str(folder)
 
 
@@ -193,6 +209,7 @@ def load(folder: str, trained: bool = True) -> tuple[Any, Any, Vision]:
     if name in _OF_PATCHES:
         vision = Vision.__new__(Vision)
         vision._inner, vision._processor, vision.placeholder = model.model, ByHand(name, tokenizer), PLACEHOLDER
+        vision._mutual, vision._token_types = mutual_of(model), "mm_token_type_ids"
     else:
         vision = load_vision(folder, tokenizer)
     give_vision(model, vision, trained)
@@ -227,9 +244,8 @@ def plain_logits(model: Any, vision: Vision, prompt: Prompt, token_ids_T: torch.
         inputs = dict(vision._processor(text=[prompt.text], images=[opened], return_tensors="pt"))
         inputs["input_ids"] = torch.cat([inputs["input_ids"], token_ids_T[None]], 1)
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-        if "mm_token_type_ids" in inputs:
-            kinds_1P = inputs["mm_token_type_ids"]
-            inputs["mm_token_type_ids"] = torch.cat([kinds_1P, torch.zeros_like(token_ids_T)[None]], 1)
+        for kinds in inputs.keys() & {"mm_token_type_ids", "token_type_ids"}:
+            inputs[kinds] = torch.cat([inputs[kinds], torch.zeros_like(token_ids_T)[None]], 1)
     logits_TV = model(**inputs).logits[0, len(prompt.token_ids) - 1 : -1].clone()
     named = (getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video"))
     logits_TV[:, [token for token in named if token is not None]] = -torch.inf

@@ -207,10 +207,12 @@ def test_and_with_lora_checkpointing_and_split_groups(name: str, checkpointing: 
 # ---- where flash kernels cannot be taken -----------------------------------------------------------------
 
 
-def asked(dtype: torch.dtype = torch.bfloat16, size: int = 16, cap: float | None = None) -> str | None:
+def asked(
+    dtype: torch.dtype = torch.bfloat16, size: int = 16, cap: float | None = None, ahead: bool = False
+) -> str | None:
     """Return the name of the kernels that attend on the pretended GPU."""
     query = torch.empty((1, 4, 5, size), dtype=dtype, device="cuda")
-    found = fused_kernels(query, query[:, :2], cap)
+    found = fused_kernels(query, query[:, :2], cap, ahead)
     return None if found is None else found.name
 
 
@@ -233,6 +235,7 @@ _SIZE = r"do not take heads of {} numbers in torch.{} on this device"
         ({"size": 20}, ", ".join(f"the {kind.name} ones {_SIZE.format(20, 'bfloat16')}" for kind in KERNELS)),
         ({"size": 18, "dtype": torch.float32}, f"the memory-efficient ones {_SIZE.format(18, 'float32')}"),
         ({"cap": 30.0}, "without torch's kernels: their scores have no cap"),
+        ({"ahead": True}, "without torch's kernels: their tokens see none ahead"),
     ],
 )
 def test_what_they_do_not_take_is_compiled_and_a_line_says_so_once(arguments: Any, why: str) -> None:

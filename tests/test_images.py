@@ -20,6 +20,7 @@ from conftest import table_rows
 from PIL import Image
 from seeing import FAMILIES, load, make_policy, plain_logits, png, read
 from test_slots import decode
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import lit_grpo
 from lit_grpo.budgets.memory import checksum
@@ -31,7 +32,7 @@ from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.data.sources import GivenRows
 from lit_grpo.methods.swarm import Swarm
 from lit_grpo.plugins import RunFacts, fresh
-from lit_grpo.policy.architecture.vision import open_image
+from lit_grpo.policy.architecture.vision import mutual_of, open_image
 from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision
 from lit_grpo.policy.named import TINY_SHAPES
 from lit_grpo.policy.spec import PolicySpec
@@ -100,6 +101,17 @@ def test_samples_log_probs_and_gradients_are_those_of_the_models_own_forward(nam
         gap = sum(float((actual[each] - expected[each]).square().sum()) for each in expected)
         assert gap**0.5 < 1e-4 * sum(float(each.square().sum()) for each in expected.values()) ** 0.5
     assert any("vis" in each for each in expected)
+
+
+def test_a_policy_whose_tokens_see_one_another_in_another_way_is_refused() -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = AutoConfig.for_model("paligemma", text_config={"vocab_size": 16, **sizes}, vision_config=sizes)
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(
+        ValueError, match=r"PaliGemma\w+ see others in both directions in a way that is not supported; "
+    ):
+        mutual_of(model)
 
 
 def _plain_loss(model: Any, vision: Any, completions: Sequence[Completion]) -> None:

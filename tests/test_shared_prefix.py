@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from lit_grpo.policy.architecture.decoder import logit_map
 from lit_grpo.policy.architecture.states import state_layers
-from lit_grpo.types import Rollout
+from lit_grpo.types import MutualSpan, Rollout
 from lit_grpo.update.batches.layout import LEAST_SHARED, in_order
 from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.logprobs.checkpointing import KEPT, KeptBytes, checkpoint_layers
@@ -29,7 +29,7 @@ from lit_grpo.update.logprobs.forward import micro_batch_logprobs
 from lit_grpo.update.prefix import flex
 from lit_grpo.update.prefix import layout as prefix_layout
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
-from lit_grpo.update.prefix.layout import Stretch, attention_pieces, key_labels, piecewise_attention
+from lit_grpo.update.prefix.layout import Stretch, attention_pieces, key_labels, piecewise_attention, sees_ahead
 from lit_grpo.update.prefix.sharing import shared_prefixes
 from lit_grpo.update.prefix.support import prefix_refusal
 from tests.doubles.small_models import small_model
@@ -325,12 +325,16 @@ def test_what_completions_begin_with_in_common_stands_in_the_row_once_from_32_to
 
 
 class Group(NamedTuple):
-    """A prompt and the tree of its responses: tokens of each branch, and the branch before it, None for the prompt."""
+    """A prompt and the tree of its responses: tokens of each branch, and the branch before it, None for the prompt.
+
+    Tokens of the prompt's images, ``mutual``, see those of the same image that come after them.
+    """
 
     prompt: int
     branches: tuple[int, ...]
     parents: tuple[int | None, ...]
     carried: bool = False
+    mutual: tuple[MutualSpan, ...] = ()
 
     def below(self, number: int) -> list[int]:
         """The branches that come after one, directly or not."""
@@ -348,11 +352,8 @@ def stretches_of(groups: list[Group]) -> list[Stretch]:
     start, carried_at = 0, sum(sum(group.branches) + (0 if group.carried else group.prompt) for group in groups)
     for group in groups:
         number = len(stretches)
-        stretches.append(
-            Stretch(
-                carried_at if group.carried else start, 0, group.prompt, number + len(group.branches), group.carried
-            )
-        )
+        at, last = carried_at if group.carried else start, number + len(group.branches)
+        stretches.append(Stretch(at, 0, group.prompt, last, group.carried, group.mutual))
         carried_at += group.prompt if group.carried else 0
         start += 0 if group.carried else group.prompt
         for branch, (length, parent) in enumerate(zip(group.branches, group.parents, strict=True)):
@@ -388,7 +389,13 @@ def dense_attention(
 
     def sees(query: tuple[tuple[int, ...], int], key: tuple[tuple[int, ...], int]) -> bool:
         near = 0 <= query[1] - key[1] < (window or 10**9)
-        return query[0][: len(key[0])] == key[0] and near
+        spans = groups[query[0][0]].mutual if query[0] == key[0] and len(key[0]) == 1 else ()
+        return query[0][: len(key[0])] == key[0] and (
+            near
+            or any(
+                span.begin <= query[1] < key[1] < span.end and (span.everywhere or window is not None) for span in spans
+            )
+        )
 
     mask = torch.tensor([[sees(query, key) for key in spans + carried] for query in spans], dtype=torch.bool)
     mask = mask.view(len(spans), len(spans + carried))  # where there is no query as well
@@ -413,7 +420,10 @@ def random_tree(rng: random.Random) -> Group:
     branches = tuple(rng.randint(0, 12) for _ in parents)
     if rng.random() < 0.3:
         parents = [None] * len(parents)
-    return Group(rng.randint(1, 15), branches, tuple(parents), carried=rng.random() < 0.4)
+    prompt, mutual = rng.randint(1, 15), list[MutualSpan]()
+    while rng.random() < 0.5 and (begin := mutual[-1].end if mutual else rng.randint(0, 4)) < prompt:
+        mutual.append(MutualSpan(begin, rng.randint(begin + 1, prompt), rng.random() < 0.5))
+    return Group(prompt, branches, tuple(parents), rng.random() < 0.4, tuple(mutual))
 
 
 @pytest.mark.parametrize("masked_rows", [4, 512])
@@ -453,8 +463,9 @@ def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
     table_rows(itertools.product([None, 1, 5, 100], [None, 1.5]), [(None, 1.5), (1, None), (5, 1.5), (100, None)]),
 )
 def test_the_attention_of_gpus_is_the_same_softmax(window: int | None, cap: float | None) -> None:
+    everywhere = cap is None
     groups = [
-        flat(7, 4, 0, 9),
+        flat(7, 4, 0, 9)._replace(mutual=(MutualSpan(0, 3, everywhere), MutualSpan(3, 6, everywhere))),
         flat(6, 1, 2, carried=True),
         flat(3),
         Group(1, (5, 100, 60, 25, 15), parents=(None, None, 1, 2, 1)),
@@ -463,7 +474,8 @@ def test_the_attention_of_gpus_is_the_same_softmax(window: int | None, cap: floa
     num_tokens = 20 + 3 + 3 + 206
     shapes = [(1, 4, num_tokens, 16), (1, 2, num_tokens + 6, 16), (1, 2, num_tokens + 6, 16)]
     query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
-    mask = prefix_block_mask(key_labels(stretches_of(groups)), window, num_tokens)
+    stretches = stretches_of(groups)
+    mask = prefix_block_mask(key_labels(stretches), window, num_tokens, sees_ahead(stretches, window))
     for sinks_H in (None, torch.randn(4, generator=generator)):
         actual = flex_prefix_attention(query, key, value, mask, 0.3, cap, sinks_H)  # it has no backward pass on a CPU
         expected = dense_attention(query, key, value, groups, window, cap, sinks_H)

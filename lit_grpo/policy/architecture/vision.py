@@ -7,6 +7,8 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from inspect import signature
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,13 +20,18 @@ from lit_grpo.policy.hub import hub_or_cache, stored_file
 from lit_grpo.process.inputs import read_json, typed
 from lit_grpo.process.packages import require
 from lit_grpo.process.terminal import first_line
-from lit_grpo.types import Pictures
+from lit_grpo.types import MutualSpan, Pictures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _VISION = "_lit_grpo_vision"
 _SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_MUTUAL = {("gemma3", False): True, ("gemma4", "vision"): False}
+"""Families, with ``use_bidirectional_attention``, in which the tokens of an image see one another.
+
+They do so in all layers (True), or in those with a sliding window.
+"""
 _NEEDS_PILLOW = "A policy that sees images needs Pillow; run pip install pillow."
 
 
@@ -39,8 +46,8 @@ class Vision:
         place: Folder or hub id with the settings of its image processor.
 
     Raises:
-        ValueError: The policy has no vision tower or its images attend in both directions, or ``place`` has no settings
-            of an image processor.
+        ValueError: The policy has no vision tower or its images attend in a way that is not known here, or ``place``
+            has no settings of an image processor.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, place: str) -> None:
@@ -49,11 +56,8 @@ class Vision:
         from transformers.models.auto import processing_auto
 
         self._inner, kind = inner_model(model), model.config.model_type
-        if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) not in (None, False):
-            raise ValueError(
-                f"The image tokens of {type(model).__name__} see one another in both directions, which is not "
-                "supported; take another policy, or train on texts alone."
-            )
+        self._mutual, arguments = mutual_of(model), signature(self._inner.forward).parameters
+        self._token_types = "token_type_ids" if "token_type_ids" in arguments else "mm_token_type_ids"
         name = processing_auto.PROCESSOR_MAPPING_NAMES.get(kind)
         try:
             processor_class: Any = None if name is None else processing_auto.processor_class_from_name(name)
@@ -109,7 +113,18 @@ class Vision:
             grids = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids") if name in inputs}
             found, shifts = cast(Any, self._inner).get_rope_index(ids_1P, **grids)
             positions_3P, shift = found[:, 0], -int(shifts)
-        return ids_1P[0].tolist(), Pictures(tuple(images), digest.digest(), positions_3P, shift)
+        ids = ids_1P[0].tolist()
+        spans, end = list[MutualSpan](), 0
+        for is_image, its in groupby(ids, self.placeholder.__eq__):
+            begin, end = end, end + len([*its])
+            if is_image and self._mutual is not None:
+                spans.append(MutualSpan(begin, end, self._mutual))
+        return ids, Pictures(tuple(images), digest.digest(), positions_3P, shift, tuple(spans))
+
+    def token_types(self, input_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the argument of the model's own attention that says which tokens see one another, if any do."""
+        types_BT = (input_ids_BT == self.placeholder).long()
+        return {} if self._mutual is None else {self._token_types: types_BT}
 
     def pixels(self, pictures: Pictures) -> dict[str, torch.Tensor]:
         """Return the arguments of the tower for the images of a prompt, on the host."""
@@ -122,6 +137,22 @@ class Vision:
         """Leave out what is of the text."""
         own = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_position_ids")
         return {name: inputs[name] for name in own if name in inputs}
+
+
+def mutual_of(model: PreTrainedModel) -> bool | None:
+    """Return whether tokens of an image see one another in all layers (True), or where these slide; None if nowhere.
+
+    Raises:
+        ValueError: Tokens see others in both directions in another way.
+    """
+    both_ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None) or False
+    mutual = _MUTUAL.get((model.config.model_type, both_ways))
+    if mutual is None and (both_ways or "token_type_ids" in signature(inner_model(model).forward).parameters):
+        raise ValueError(
+            f"Tokens of {type(model).__name__} see others in both directions in a way that is not supported; take "
+            "another policy, or train on texts alone."
+        )
+    return mutual
 
 
 def _any(*_: object) -> None:
@@ -202,6 +233,27 @@ def with_images(positions_BT: torch.Tensor, seen: Sequence[tuple[int, Pictures]]
             positions_3BT[:, row, :prompt] = each.positions_3P.to(positions_BT.device)
             positions_3BT[:, row, prompt:] -= each.shift
     return positions_3BT
+
+
+def first_seen(
+    tokens_BT: torch.Tensor, seen: Sequence[tuple[int, Pictures]]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the first position that sees each token, where some are seen by tokens before them.
+
+    Args:
+        tokens_BT: Rows that begin with a prompt each.
+        seen: Numbers of rows, and the images of each.
+
+    Returns:
+        For layers with a sliding window and for those without, shape (B, T); None where tokens see none ahead.
+    """
+    spans = [(row, span) for row, each in seen for span in each.mutual]
+    if not spans:
+        return None, None
+    first_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).repeat(len(tokens_BT), 1)
+    for row, span in spans:
+        first_BT[row, span.begin : span.end] = span.begin
+    return first_BT, first_BT if spans[0][1].everywhere else None
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

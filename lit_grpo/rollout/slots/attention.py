@@ -81,7 +81,7 @@ class AttentionInputs:
     ``query``, rotated, has shape (rows, heads, T, key size); ``key``, rotated, (rows, KV heads, T, key size), and
     ``value`` (rows, KV heads, T, value size). Scores are multiplied by ``scaling``, then squashed to ``cap tanh(score /
     cap)`` where there is a cap. ``sight`` says what a query sees. ``sinks``, one a head, are scores of a key without a
-    value.
+    value. ``first_seen``, shape (rows, T), is the first position that sees each token, where some see those after them.
     """
 
     query: torch.Tensor
@@ -91,6 +91,20 @@ class AttentionInputs:
     sight: Sight = ALL
     cap: float | None = None
     sinks: torch.Tensor | None = None
+    first_seen: torch.Tensor | None = None
+
+    def sees(self, num_tokens: int, some: slice = slice(None)) -> torch.Tensor:
+        """Return which of ``num_tokens`` tokens the queries, or some of them, see; queries are of the last tokens.
+
+        Its shape is (queries, tokens), or with ``first_seen`` (rows, 1, queries, tokens).
+        """
+        positions_T = torch.arange(num_tokens, device=self.key.device)
+        queries_N1 = positions_T[num_tokens - self.query.shape[2] :][some, None]
+        seen = self.sight.sees(queries_N1, positions_T[None, :])
+        if self.first_seen is None:
+            return seen
+        ahead = (queries_N1 >= self.first_seen[:, None, None, :]) & (queries_N1 < positions_T)
+        return seen | ahead
 
 
 class Attention(Protocol):
@@ -121,11 +135,13 @@ class Attention(Protocol):
 class Forward:
     """One forward: the cache that answers its attention calls, and how many it has made.
 
-    A layer may make several calls, or none.
+    A layer may make several calls, or none. ``first_seen``, for layers with a sliding window and for those without, is
+    as :class:`AttentionInputs` has it.
     """
 
     cache: Attention
     num_calls: int = 0
+    first_seen: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
 
 def slot_attention(
@@ -147,7 +163,9 @@ def slot_attention(
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     # Autocast leaves normed queries and keys in float32; the attention that trains runs in the values' dtype.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    inputs = AttentionInputs(query, key, value, scaling, cache.shape.layers[number].sight, softcap, s_aux)
+    sight = cache.shape.layers[number].sight
+    first_seen = slot_cache.first_seen[sight.window is None]
+    inputs = AttentionInputs(query, key, value, scaling, sight, softcap, s_aux, first_seen)
     return cache.attend(number, inputs).transpose(1, 2), None
 
 
@@ -173,11 +191,10 @@ def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Te
         The mixed values, shape (rows, heads, T, value size).
     """
     num_new, num_tokens, sight = inputs.query.shape[2], key.shape[2], inputs.sight
-    positions_T = torch.arange(num_tokens, device=key.device)
     if inputs.cap is None and inputs.sinks is None:
         mask_NT = None
-        if num_new < num_tokens or (sight != ALL and not sight.is_all(num_tokens)):
-            mask_NT = sight.sees(positions_T[-num_new:, None], positions_T[None, :])
+        if num_new < num_tokens or inputs.first_seen is not None or (sight != ALL and not sight.is_all(num_tokens)):
+            mask_NT = inputs.sees(num_tokens)
         return scaled_dot_product_attention(
             inputs.query, key, value, attn_mask=mask_NT, is_causal=mask_NT is None, scale=inputs.scaling,
             enable_gqa=True,
@@ -186,9 +203,11 @@ def causal_attention(inputs: AttentionInputs, key: torch.Tensor, value: torch.Te
     grouped = inputs.query.view(rows, key.shape[1], -1, num_new, size)
     step, parts = max(1, _SCORES // (rows * heads * num_tokens)), []
     for begin in range(0, num_new, step):
-        query, asking_N = grouped[:, :, :, begin : begin + step], positions_T[-num_new:][begin : begin + step]
-        scores = query @ key[:, :, None].transpose(-1, -2) * inputs.scaling
-        hidden_NT = ~sight.sees(asking_N[:, None], positions_T[None, :])
+        some = slice(begin, begin + step)
+        scores = grouped[:, :, :, some] @ key[:, :, None].transpose(-1, -2) * inputs.scaling
+        hidden_NT = ~inputs.sees(num_tokens, some)
+        if inputs.first_seen is not None:
+            hidden_NT = hidden_NT[:, None]
         weights = attention_weights(
             scores, inputs, torch.zeros_like(hidden_NT, dtype=torch.float32).masked_fill_(hidden_NT, -torch.inf)
         )

@@ -18,7 +18,7 @@ from lit_grpo.policy.architecture.decoder import (
     hidden_states,
     raise_device_failure,
 )
-from lit_grpo.policy.architecture.vision import image_features, with_images
+from lit_grpo.policy.architecture.vision import first_seen, image_features, with_images
 from lit_grpo.process.terminal import error_text, say
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention
@@ -161,7 +161,7 @@ def prefill(
             piece_BT,
             image_features(policy, [each for _, each in seen]) if seen else None,
             position_ids=with_images(positions_BT, seen) if seen else positions_BT,
-            slot_cache=Forward(writer),
+            slot_cache=Forward(writer, 0, first_seen(piece_BT, seen)),
             **own,
         )
         if states is not None:

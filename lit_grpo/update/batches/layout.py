@@ -332,7 +332,8 @@ def _place(
         parent = tree[own].parent
         if parent is not None:
             lasts[parent] = max(lasts[parent], lasts[own])
-    stretches = [Stretch(start - first, 0, first, number + len(tree), carried=part.before is not None)]
+    mutual = () if part.pictures is None or part.before is not None else part.pictures.mutual
+    stretches = [Stretch(start - first, 0, first, number + len(tree), part.before is not None, mutual)]
     paths: list[list[tuple[int, int]]] = [[] for _ in part.members]
     for branch, last in zip(tree, lasts, strict=True):
         length = branch.end - branch.begin

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lit_grpo.policy.architecture.decoder import attention_name, hidden_states, token_logits
-from lit_grpo.policy.architecture.vision import image_features
+from lit_grpo.policy.architecture.vision import image_features, vision_of
 from lit_grpo.update.logprobs.linear_head import linear_head, linear_logprobs
 from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
 from lit_grpo.update.prefix.sharing import ATTENTION_NAME, SharedPrefix, shared_prefixes
@@ -77,7 +77,9 @@ def predecessors(model: PreTrainedModel, micro_batch: PackedRow, ranks: Sequence
         layout.compute_carried(model)
         hidden_TD = layout.hidden_states(model, row.input_ids_BT, row.position_ids_BT, row.pictures)
     else:
-        seen = image_features(model, row.pictures) if row.pictures else None
+        seen = None
+        if row.pictures:
+            seen = image_features(model, row.pictures) | vision_of(model).token_types(row.input_ids_BT)
         hidden_TD = hidden_states(model, row.input_ids_BT, seen, position_ids=row.position_ids_BT).flatten(0, 1)
     return hidden_TD.index_select(0, source_U if ranks.size == 1 else ranks.own_part(source_U))
 

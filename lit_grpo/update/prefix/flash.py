@@ -199,18 +199,25 @@ class _FusedAttention(torch.autograd.Function):
         return *totals, None, None, sinks_grad, None
 
 
-def fused_kernels(query: torch.Tensor, key: torch.Tensor, cap: float | None) -> Kernels | None:
-    """Return which of torch's kernels attend here; where none does, a line says once why attention is compiled."""
-    return _chosen(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1], cap is not None)
+def fused_kernels(query: torch.Tensor, key: torch.Tensor, cap: float | None, ahead: bool = False) -> Kernels | None:
+    """Return which of torch's kernels attend here; where none does, a line says once why attention is compiled.
+
+    None does where tokens of an image see those ``ahead``.
+    """
+    lacks = "their scores have no cap" if cap is not None else "their tokens see none ahead" if ahead else ""
+    return _chosen(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[-1], lacks)
 
 
 @cache
 def _chosen(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, capped: bool
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, lacks: str
 ) -> Kernels | None:
-    """Return the first kernels that torch says can run here, and that a trial beside the CPU's way finds right."""
-    refusals = ["their scores have no cap"] if capped else []
-    for kernels in () if capped else KERNELS:
+    """Return the first kernels that torch says can run here, and that a trial beside the CPU's way finds right.
+
+    If all lack what is needed, ``lacks`` says what that is.
+    """
+    refusals = [lacks] if lacks else []
+    for kernels in () if lacks else KERNELS:
         why = _refusal(kernels, device, dtype, heads, kv_heads, size)
         if not why:
             return kernels

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from torch.nn.functional import pad
 
 
-def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: int) -> BlockMask:
+def prefix_block_mask(labels_4K: torch.Tensor, window: int | None, num_tokens: int, ahead: bool = False) -> BlockMask:
     """Say which tokens of a packed row see which: a prompt itself, a response its prompt and itself, branch by branch.
 
     On a GPU the mask is made by a compiled kernel, block by block, never token by token. It has room for two blocks of
@@ -19,20 +19,23 @@ def prefix_block_mask(labels_3K: torch.Tensor, window: int | None, num_tokens: i
     takes a kernel for decoding, which it cannot build where these, times the heads that share a KV head, are more.
 
     Args:
-        labels_3K: What :func:`lit_grpo.update.prefix.layout.key_labels` tells of the row, on its device.
+        labels_4K: What :func:`lit_grpo.update.prefix.layout.key_labels` tells of the row, on its device.
         window: How many tokens back a token sees, itself among them; ``None`` for all.
         num_tokens: Number of tokens of the row; carried prompts follow it.
+        ahead: Whether tokens of mutual spans see those after them.
     """
-    num_keys = max(labels_3K.shape[1], _TWO_BLOCKS)
-    if missing := num_keys - labels_3K.shape[1]:
-        labels_3K = pad(labels_3K, (0, missing), value=-1)
-    stretch_T, last_T, position_T = labels_3K
-    device = labels_3K.device.type
+    num_keys = max(labels_4K.shape[1], _TWO_BLOCKS)
+    if missing := num_keys - labels_4K.shape[1]:
+        labels_4K = pad(labels_4K, (0, missing), value=-1)
+    stretch_T, last_T, position_T, first_T = labels_4K
+    first_T = first_T if ahead else position_T
+    device = labels_4K.device.type
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         after = (stretch_T[key] <= stretch_T[query]) & (stretch_T[query] <= last_T[key])
-        distance = position_T[query] - position_T[key]
-        near = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        near = position_T[query] >= first_T[key]
+        if window is not None:
+            near = near & (position_T[query] - position_T[key] < window)
         return after & near
 
     create = _compiled_mask() if device == "cuda" else create_block_mask

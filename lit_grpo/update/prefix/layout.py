@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lit_grpo.types import MutualSpan
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 MASKED_ROWS = 512  # queries of one masked piece, so that a mask takes no more than 512 x (window + 512) numbers
@@ -18,7 +20,8 @@ class Stretch(NamedTuple):
     It has ``length`` tokens, stands at ``start``, and its first token has the position ``first``. The stretches of a
     row are numbered depth first: a prompt, then the tree of its responses, each after the one that it begins at. Those
     that come after it, up to the number ``last``, see it. A ``carried`` one (a prompt, with the part of a response that
-    was computed of it) has keys and values alone, which were computed before and follow those of the row.
+    was computed of it) has keys and values alone, which were computed before and follow those of the row. The tokens of
+    each ``mutual`` span, counted from the stretch's first, also see those of the span that come after them.
 
     Example:
         Two responses that begin with the same 40 tokens, and end with 5 and 7 of their own, after a prompt of 10::
@@ -32,52 +35,63 @@ class Stretch(NamedTuple):
     length: int
     last: int
     carried: bool = False
+    mutual: tuple[MutualSpan, ...] = ()
 
 
 class Piece(NamedTuple):
     """Queries that attend to keys in one call.
 
     ``causal`` and ``band`` exclude each other; with neither, every query sees every key. ``band`` is (how far the first
-    query stands after the first key, the window). ``merges`` is set where the queries have seen other keys before.
+    query stands after the first key, the window), or without a window where each query sees the keys after it alone.
+    ``merges`` is set where the queries have seen other keys before.
     """
 
     queries: slice
     keys: slice
     causal: bool = False
-    band: tuple[int, int] | None = None
+    band: tuple[int, int | None] | None = None
     merges: bool = False
 
-    def mask(self, like: torch.Tensor, band: tuple[int, int]) -> torch.Tensor:
+    def mask(self, like: torch.Tensor, band: tuple[int, int | None]) -> torch.Tensor:
         """Return what ``band`` adds to scores, shape (1, 1, queries, keys), with dtype and device of ``like``."""
         offset, window = band
         queries_Q1 = torch.arange(self.queries.stop - self.queries.start, device=like.device)[:, None] + offset
         distance_QK = queries_Q1 - torch.arange(self.keys.stop - self.keys.start, device=like.device)
-        hidden_QK = (distance_QK < 0) | (distance_QK >= window)
+        hidden_QK = distance_QK >= 0 if window is None else (distance_QK < 0) | (distance_QK >= window)
         return torch.zeros(hidden_QK.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden_QK, -torch.inf)[
             None, None
         ]
 
 
 def key_labels(stretches: Sequence[Stretch]) -> torch.Tensor:
-    """Number of its stretch, number of the last stretch that sees it, and position, for every key.
+    """Number of its stretch, of the last stretch that sees it, its position, and the first that sees it, of every key.
 
-    So a token sees the keys whose two numbers enclose that of its own stretch, up to its position.
+    So a token sees the keys whose two numbers enclose that of its own stretch, up to its position. The first
+    position that sees a key is its own, and of keys in mutual spans the span's first.
 
     Returns:
-        Shape (3, keys), int64: those of the row, then those that are carried.
+        Shape (4, keys), int64: those of the row, then those that are carried.
     """
-    labels_3K = torch.empty((3, sum(stretch.length for stretch in stretches)), dtype=torch.int64)
+    labels_4K = torch.empty((4, sum(stretch.length for stretch in stretches)), dtype=torch.int64)
     for number, stretch in enumerate(stretches):
         rows = slice(stretch.start, stretch.start + stretch.length)
-        labels_3K[0, rows], labels_3K[1, rows] = number, stretch.last
-        labels_3K[2, rows] = torch.arange(stretch.first, stretch.first + stretch.length)
-    return labels_3K
+        labels_4K[0, rows], labels_4K[1, rows] = number, stretch.last
+        labels_4K[2:, rows] = torch.arange(stretch.first, stretch.first + stretch.length)
+        for span in stretch.mutual:
+            labels_4K[3, stretch.start + span.begin : stretch.start + span.end] = stretch.first + span.begin
+    return labels_4K
+
+
+def sees_ahead(stretches: Sequence[Stretch], window: int | None) -> bool:
+    """Return whether any token of a row sees one after it in layers with this sliding window."""
+    return any(span.everywhere or window is not None for stretch in stretches for span in stretch.mutual)
 
 
 def attention_pieces(stretches: Sequence[Stretch], window: int | None) -> list[Piece]:
     """Cut the attention of a packed row into pieces in which no key is repeated and no query padded.
 
-    Each stretch attends to itself, and then all that come after it, which are neighbors in the row, to it.
+    Each stretch attends to itself, its mutual spans also ahead, and then all that come after it, which are neighbors in
+    the row, to it.
 
     Args:
         stretches: Stretches of the packed row, in order.
@@ -91,6 +105,10 @@ def attention_pieces(stretches: Sequence[Stretch], window: int | None) -> list[P
                 pieces.append(Piece(rows[number], rows[number], causal=True))
             else:
                 pieces += _windowed(own, own, window, merges=False)
+            for span in own.mutual:
+                if (span.everywhere or window is not None) and span.end - span.begin > 1:
+                    begin, end = own.start + span.begin, own.start + span.end
+                    pieces.append(Piece(slice(begin, end - 1), slice(begin + 1, end), band=(-1, None), merges=True))
     for number, seen in enumerate(stretches):
         asking = [stretch for stretch in stretches[number + 1 : seen.last + 1] if stretch.length and seen.length]
         if not asking:

@@ -19,7 +19,7 @@ from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.flash import Plan, fused_attention, fused_kernels, plan_launches
 from lit_grpo.update.prefix.flex import flex_prefix_attention, prefix_block_mask
-from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, key_labels, piecewise_attention
+from lit_grpo.update.prefix.layout import Piece, Stretch, attention_pieces, key_labels, piecewise_attention, sees_ahead
 from lit_grpo.update.prefix.recurrent import Batches, lay_out_batches, recurrent_layers
 from lit_grpo.update.prefix.sequence_parallel import SINGLE_RANK, SequenceParallel
 
@@ -81,7 +81,8 @@ class SharedPrefix:
         """Run a span by itself, which remembers what is computed of it; of None, a token that stands for nothing."""
         token_ids, before = ((0,), None) if span is None else (span.token_ids, span.before)
         first, length = 0 if before is None else before.end, len(token_ids)
-        stretches = [Stretch(0, first, length, last=0)]
+        mutual = () if span is None or span.pictures is None else span.pictures.mutual
+        stretches = [Stretch(0, first, length, last=0, mutual=mutual)]
         if before is not None:
             stretches = [Stretch(length, 0, first, last=1, carried=True), Stretch(0, first, length, last=1)]
         in_row = [] if span is None else [(slice(0, length), span)]
@@ -131,13 +132,14 @@ class SharedPrefix:
             key, value = self.carry((layer, "key"), key), self.carry((layer, "value"), value)
         self.calls.append((layer, window))
         if query.device.type != "cpu":
-            if (kernels := fused_kernels(query, key, cap)) is not None:
+            ahead = sees_ahead(self.stretches, window)
+            if (kernels := fused_kernels(query, key, cap, ahead)) is not None:
                 if window not in self._plans:
                     plan = plan_launches(tuple(self.stretches), window)
                     self._plans[window] = plan.to(query.device, self._there)
                 return fused_attention(query, key, value, self._plans[window], scaling, sinks_H, kernels)
             if window not in self._masks:
-                self._masks[window] = prefix_block_mask(self._labels(query.device), window, query.shape[2])
+                self._masks[window] = prefix_block_mask(self._labels(query.device), window, query.shape[2], ahead)
             return flex_prefix_attention(query, key, value, self._masks[window], scaling, cap, sinks_H)
         if window not in self._pieces:
             self._pieces[window] = attention_pieces(self.stretches, window)
