@@ -10,42 +10,53 @@ predicted:
 - *completions end*: each token ends one with a chance of 1/256, and another takes its place.
 - *memory is scarce*: the same, with memory for 384 tokens a slot.
 
-Both commits are measured in turn, each in a process of its own, and the least of all repeats counts.
+Both commits are measured in turn, each in a process of its own, and the least of all repeats counts. With ``--since
+drafts`` it is the last commit whose slots could not draft, beside slots that do not draft now, with more repeats.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
 from benchmarks.earlier_commit import earlier_commit
 from benchmarks.host_cost_case import PARTS, HostCase
 from benchmarks.processes import CaseProcess
-from benchmarks.report import ROOT, Claim, Options, Row, finish, note, parse_options
+from benchmarks.report import ROOT, Claim, Options, Row, finish, note, options_parser
 
-BEFORE = "6f696627"
+BEFORE = {"tables": "6f696627", "drafts": "517d35e7"}
+"""Earlier commits, by what has come since."""
 MODULE = "benchmarks.host_cost_case"
 WORKS = {"nothing ends": (False, False), "completions end": (True, False), "memory is scarce": (True, True)}
 SCHEDULING = ("loop", "events", "ledger", "plan", "predictions", "buffer")
 COLUMNS = ("all", *SCHEDULING, *(part for part in PARTS if part not in SCHEDULING), "copies", "sampling", "texts")
 
 
-def main(options: Options) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cases in turn, several times."""
-    sizes, repeats, num_steps = ((8, 16), 1, 8) if options.quick else ((8, 64, 256, 1024), 2, 100)
+    parser = options_parser(__doc__ or "")
+    parser.add_argument("--since", choices=BEFORE, default="tables")
+    asked = parser.parse_args(arguments)
+    options = Options(asked.quick, asked.device, asked.policy, asked.output)
+    commit, has_drafts = BEFORE[asked.since], asked.since == "drafts"
+    name = "host_cost-drafts" if has_drafts else "host_cost"
+    sizes, repeats, num_steps = ((8, 64), 10, 100) if has_drafts else ((8, 64, 256, 1024), 2, 100)
+    if options.quick:
+        sizes, repeats, num_steps = (8, 16), 1, 8
     cases = {
         (work, rows): HostCase(rows, ends, is_scarce, num_steps)
         for rows in sizes
         for work, (ends, is_scarce) in WORKS.items()
     }
     least: dict[tuple[str, int, str], dict[str, float]] = {}
-    with earlier_commit(BEFORE) as before, ExitStack() as open_processes:
+    with earlier_commit(commit) as before, ExitStack() as open_processes:
         roots = {"now": ROOT}
         if before is not None:
             shutil.copy(ROOT / "benchmarks" / "host_cost_case.py", before / "benchmarks")
-            roots = {BEFORE: before, **roots}
+            roots = {commit: before, **roots}
         processes = {
             name: open_processes.enter_context(CaseProcess(MODULE, next(iter(cases.values())), root=root))
             for name, root in roots.items()
@@ -62,11 +73,20 @@ def main(options: Options) -> int:
         | {f"{part}_us": round(found.get(part, 0.0), 1) for part in COLUMNS}
         for (work, rows, name), found in least.items()
     ]
-    settings: Row = {"before": BEFORE, "steps": num_steps, "repeats": repeats, "first step": 200}
-    return finish("host_cost", options, settings, table, _claims(least, sizes))
+    settings: Row = {"before": commit, "steps": num_steps, "repeats": repeats, "first step": 200}
+    if not has_drafts:
+        claims = _claims(least, sizes, commit)
+    else:
+        pairs = {case: [least.get((*case, code), {}).get("all", 0.0) for code in ("now", commit)] for case in cases}
+        claims = [
+            Claim(f"all of a step now / at {commit}, {rows} rows, {work}", now / then, "<=", 1.01)
+            for (work, rows), (now, then) in pairs.items()
+            if then
+        ]
+    return finish(name, options, settings, table, claims, f"host_cost --since {asked.since}")
 
 
-def _claims(least: dict[tuple[str, int, str], dict[str, float]], sizes: tuple[int, ...]) -> list[Claim]:
+def _claims(least: dict[tuple[str, int, str], dict[str, float]], sizes: tuple[int, ...], commit: str) -> list[Claim]:
     def scheduling(work: str, rows: int, name: str = "now") -> float:
         return sum(least[work, rows, name].get(part, 0.0) for part in SCHEDULING)
 
@@ -77,15 +97,15 @@ def _claims(least: dict[tuple[str, int, str], dict[str, float]], sizes: tuple[in
         Claim(f"us of CPU a step, {some} rows, {steady}", least[steady, some, "now"]["all"], "<=", 800),
         Claim(f"scheduling with {most} rows over that with {sizes[0]}, {steady}", growth, "<=", 1.5),
     ]
-    if (scarce, some, BEFORE) in least:
+    if (scarce, some, commit) in least:
         for rows in (some, most):
-            ratio = scheduling(scarce, rows, BEFORE) / scheduling(scarce, rows)
-            claims.append(Claim(f"scheduling at {BEFORE} over now, {rows} rows, {scarce}", ratio, ">=", 2))
-        ratio = least[steady, some, BEFORE]["all"] / least[steady, some, "now"]["all"]
-        claims.append(Claim(f"all of a step at {BEFORE} over now, {some} rows, {steady}", ratio, ">=", 1.2))
+            ratio = scheduling(scarce, rows, commit) / scheduling(scarce, rows)
+            claims.append(Claim(f"scheduling at {commit} over now, {rows} rows, {scarce}", ratio, ">=", 2))
+        ratio = least[steady, some, commit]["all"] / least[steady, some, "now"]["all"]
+        claims.append(Claim(f"all of a step at {commit} over now, {some} rows, {steady}", ratio, ">=", 1.2))
     return claims
 
 
 if __name__ == "__main__":
     assert __doc__ is not None
-    sys.exit(main(parse_options(__doc__)))
+    sys.exit(main())
