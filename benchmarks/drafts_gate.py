@@ -53,9 +53,6 @@ SOURCES = {
     "all three": (True, True),
 }
 """Whether a row drafts from its siblings, and from the prompt's earlier visit."""
-OWN: dict[str, Any] = {"updates": 10, "task_tokens": 96}
-GIVEN: dict[str, Any] = {"per_kind": 2, "updates": 10, "task_tokens": 96}
-"""Fewer prompts of a policy that is given, which may be large."""
 QUICK: dict[str, Any] = {"per_kind": 1, "group": 4, "max_tokens": 48, "num_slots": 16}
 QUICK |= {"updates": 1, "task_prompts": 2, "task_tokens": 16}
 REPEATS = 3
@@ -191,7 +188,7 @@ def main(options: Options) -> int:
     claims: list[Claim] = []
     with _folder(options) as folder:
         policy = options.policy or (TINY if options.quick else SMOLLM2)
-        recording = Recording(policy, **(QUICK if options.quick else OWN if options.policy is None else GIVEN))
+        recording = Recording(policy, **(QUICK if options.quick else {}))
         record(recording, folder / Path(policy).name)
         for place in sorted(place for place in folder.iterdir() if is_recorded(place)):
             rows = _rows(place)
