@@ -28,7 +28,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from lit_grpo.limits import Count, Limit, Number, check_fields
-from lit_grpo.trajectory import EMPTY, OBSERVED, Segment, Trajectory
+from lit_grpo.trajectory import EMPTY, OBSERVED, Pictures, Segment, Trajectory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,24 +159,6 @@ def own_copy(value: Any, what: str) -> Any:
         ) from error
 
 
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """The images of one prompt, as files; pixels are made when the policy reads them, and not kept.
-
-    Attributes:
-        images: Files of the images, in the order of their placeholders.
-        digest: A digest of the pixels.
-        positions_3P: Positions of the prompt's tokens in time, height and width (M-RoPE), int64, shape (3, P); None for
-            a policy with one position a token.
-        shift: How much lower than its place the position of a token after the prompt is: 0 without ``positions_3P``.
-    """
-
-    images: tuple[bytes, ...]
-    digest: bytes
-    positions_3P: torch.Tensor | None = None
-    shift: int = 0
-
-
 @dataclass(frozen=True)
 class Prompt:
     """One prompt, tokenized.
@@ -303,7 +285,8 @@ class Episode(NamedTuple):
         kind: The name of the environment's class.
         reward: Reward that the environment gives to the whole trajectory; None if it gives none.
         turn_rewards: Reward of each turn by itself, if the environment gives any.
-        said: Text that the environment's ``reset`` returned, which stands at the end of the prompt's last user message.
+        said: What the environment's ``reset`` returned, which stands at the end of the prompt's last user message: a
+            text, or parts if there are images.
         asked: The text of the whole prompt with ``said``; empty if ``reset`` returned nothing.
     """
 
@@ -312,7 +295,7 @@ class Episode(NamedTuple):
     kind: str = ""
     reward: float | None = None
     turn_rewards: tuple[float, ...] = ()
-    said: str = ""
+    said: str | list[dict[str, Any]] = ""
     asked: str = ""
 
 
@@ -332,6 +315,7 @@ class Completion(Trajectory):
         entropy: Mean entropy in nats, as for :class:`Trajectory`.
         trained_T: Tokens that are trained on, as for :class:`Trajectory`.
         contexts: Contexts of the turns, as for :class:`Trajectory`.
+        pictures: Images that were observed, as for :class:`Trajectory`.
 
     Attributes:
         episode: What its environment has to say of it, where it has one.
@@ -350,8 +334,9 @@ class Completion(Trajectory):
         entropy: float = math.nan,
         trained_T: Values | None = None,
         contexts: Sequence[Sequence[int]] = (),
+        pictures: Sequence[tuple[int, Pictures]] = (),
     ) -> None:
-        super().__init__(token_ids_T, logprobs_T, versions_T, trained_T, entropy, contexts)
+        super().__init__(token_ids_T, logprobs_T, versions_T, trained_T, entropy, contexts, pictures)
         self.request = request
         self.finish_reason: FinishReason = finish_reason
         self.text = text
@@ -479,8 +464,8 @@ class Rollout:
         return "\n".join(text for text in texts if isinstance(text, str))  # log_extra may have written anything
 
     @property
-    def said(self) -> str:
-        """Text that the environment's ``reset`` added to the prompt; empty without one."""
+    def said(self) -> str | list[dict[str, Any]]:
+        """What the environment's ``reset`` added to the prompt, in parts if there are images; empty without one."""
         return "" if self.completion.episode is None else self.completion.episode.said
 
     @property
@@ -496,7 +481,11 @@ class Rollout:
         if messages is None or not self.said:
             return None if messages is None else list(messages)
         last = max(place for place, message in enumerate(messages) if message["role"] == "user")
-        turn = {**messages[last], "content": messages[last]["content"] + self.said}
+        content, said = messages[last]["content"], self.said
+        if isinstance(content, list) or isinstance(said, list):  # with images
+            texts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (content, said))
+            content, said = [part for parts in texts for part in parts], []
+        turn = {**messages[last], "content": content + said}
         return [*messages[:last], turn, *messages[last + 1 :]]
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
-IMAGE = "\ufffcimage\ufffc"
-"""Stands for an image in the text of a message; chat templates get a part of type ``image`` in its place."""
+IMAGE = f"\ufffcimage {secrets.token_hex(8)}\ufffc"
+"""Stands for an image in the text of a message; chat templates get a part of type ``image`` in its place.
+
+No text can spell it.
+"""
 
 NO_MESSAGE = 'has a chat message that is not {"role": text, "content": text}'
 LIMIT_S = 20.0

@@ -210,18 +210,16 @@ class PromptRenderer:
             conversing = self._conversing_with(row)
             messages = None if isinstance(prompt, str) and conversing is None else self._conversation(prompt)
             others = () if conversing is None else conversing.alternatives(row, self._covered(prompt, tokenizer))
-        if images and self._conversing_with(row) is not None:
-            raise UnusableRow("has images, which tools and environments cannot go on from; leave one of the two out")
-        if images:
-            messages = None if messages is None else [*map(in_parts, messages)]
-            try:
-                token_ids, pictures = self.vision.read(text, images)
-            except ValueError as error:
-                raise UnusableRow(f"has images that cannot be used: {error}") from None
-        elif others:
+        if others:
             token_ids = _unchanging(text, others, tokenizer, self._options(row))
         else:
             token_ids = ControlTokens.of(tokenizer).encode(text, adds_special_tokens)
+        if images:
+            messages = None if messages is None else [*map(in_parts, messages)]
+            try:
+                token_ids, pictures = self.vision.read(token_ids, images)
+            except ValueError as error:
+                raise UnusableRow(f"has images that cannot be used: {error}") from None
         while adds_special_tokens and token_ids and token_ids[-1] == tokenizer.eos_token_id:
             token_ids.pop()
         if not token_ids:

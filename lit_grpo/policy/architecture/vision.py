@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _VISION = "_lit_grpo_vision"
 _SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_MOST_KNOWN = 64  # images of which the tokens are kept
 _NEEDS_PILLOW = "A policy that sees images needs Pillow; run pip install pillow."
 
 
@@ -80,7 +81,8 @@ class Vision:
             self._processor: Any = cast(Any, unchecked).from_args_and_dict(list(parts.values()), fields)
         except (ImportError, TypeError, ValueError) as error:
             raise ValueError(f"{processor_class.__name__} cannot be used: {first_line(error)}") from error
-        self.placeholder = int(model.config.image_token_id)
+        self.placeholder, self._tokenizer = int(model.config.image_token_id), tokenizer
+        self._known: dict[bytes, dict[str, Any]] = {}
 
     def save(self, folder: Path) -> None:
         """Copy the settings of the processor, so that others can load it from a policy's folder."""
@@ -88,28 +90,57 @@ class Vision:
             if path is not None:
                 shutil.copyfile(path, folder / name)
 
-    def read(self, text: str, given: Sequence[Any]) -> tuple[list[int], Pictures]:
-        """Return the token ids of a text with its placeholders expanded, and its images.
+    def read(self, token_ids: Sequence[int], given: Sequence[Any]) -> tuple[list[int], Pictures]:
+        """Return tokens in which each placeholder has become those of its image, and the images.
+
+        Images are expanded one by one, so a text that spells what a processor looks for stays a text.
+
+        Args:
+            token_ids: Tokens of a text, with one placeholder for each image.
+            given: The images, see :func:`read_image`.
 
         Raises:
-            ValueError: The text has not as many placeholders as there are images, or an image cannot be used.
+            ValueError: There are not as many placeholders as images, or an image cannot be used.
         """
         images = [read_image(each, f"number {number}") for number, each in enumerate(given)]
-        opened = [open_image(image) for image in images]
-        try:
-            inputs = self._processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt")
-        except (ValueError, IndexError, RuntimeError, TypeError, StopIteration) as error:
-            raise ValueError(f"its {len(images)} images do not fit its text: {first_line(error)}") from error
-        ids_1P = inputs["input_ids"]
-        digest = blake2b(digest_size=16)
-        for name in sorted(self._features(inputs)):
-            digest.update(repr(inputs[name].shape).encode() + inputs[name].contiguous().numpy().tobytes())
+        if (num_places := [*token_ids].count(self.placeholder)) != len(images):
+            raise ValueError(f"its {len(images)} images do not fit its text, which has {num_places} places for images")
+        shown = [self._shown(image) for image in images]
+        rest, expanded = iter(shown), list[int]()
+        for token in token_ids:
+            expanded += next(rest)["ids"] if token == self.placeholder else [token]
         positions_3P, shift = None, 0
         if hasattr(self._inner, "get_rope_index"):
-            grids = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids") if name in inputs}
-            found, shifts = cast(Any, self._inner).get_rope_index(ids_1P, **grids)
+            ids_1P = torch.tensor([expanded])
+            grids_N3 = torch.cat([each["grid"] for each in shown])
+            found, shifts = cast(Any, self._inner).get_rope_index(
+                ids_1P, image_grid_thw=grids_N3, mm_token_type_ids=(ids_1P == self.placeholder).int()
+            )
             positions_3P, shift = found[:, 0], -int(shifts)
-        return ids_1P[0].tolist(), Pictures(tuple(images), digest.digest(), positions_3P, shift)
+        digest = blake2b(b"".join(each["digest"] for each in shown), digest_size=16).digest()
+        return expanded, Pictures(tuple(images), digest, positions_3P, shift, len(expanded))
+
+    def _shown(self, image: bytes) -> dict[str, Any]:
+        """Return the tokens of an image, a digest of its pixels, and its grid; of the last ones they are kept.
+
+        A prompt that others begin with, as trajectories do, has each image read again.
+        """
+        if image not in self._known:
+            mark = str(self._tokenizer.convert_ids_to_tokens(self.placeholder))
+            try:
+                inputs = self._processor(
+                    text=[mark], images=[[open_image(image)]], add_special_tokens=False, return_tensors="pt"
+                )
+            except (ValueError, IndexError, RuntimeError, TypeError, StopIteration) as error:
+                raise ValueError(f"the processor takes no such image: {first_line(error)}") from error
+            digest = blake2b(digest_size=16)
+            for name in sorted(self._features(inputs)):
+                digest.update(repr(inputs[name].shape).encode() + inputs[name].contiguous().numpy().tobytes())
+            own = {"ids": inputs["input_ids"][0].tolist(), "grid": inputs.get("image_grid_thw")}
+            while len(self._known) >= _MOST_KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[image] = own | {"digest": digest.digest()}
+        return self._known[image]
 
     def pixels(self, pictures: Pictures) -> dict[str, torch.Tensor]:
         """Return the arguments of the tower for the images of a prompt, on the host."""
@@ -183,24 +214,41 @@ def image_features(model: PreTrainedModel, pictures: Sequence[Pictures]) -> dict
     return {"mm_encoder_outputs": {"image": _joined(outputs)}}
 
 
-def with_images(positions_BT: torch.Tensor, seen: Sequence[tuple[int, Pictures]]) -> torch.Tensor:
-    """Return the positions of rows that begin with a prompt each, some of which have images.
+class Placed(NamedTuple):
+    """Images among the tokens of a row.
 
     Args:
-        positions_BT: Place of each token in its row.
-        seen: Numbers of rows, and the images of each.
+        row: Number of the row.
+        begin: Place of the first token of the prompt or observation that they are in.
+        end: Place after the last token that follows it; None for the end of the row.
+        pictures: The images.
+    """
+
+    row: int
+    begin: int
+    end: int | None
+    pictures: Pictures
+
+
+def with_images(positions_BT: torch.Tensor, seen: Sequence[Placed]) -> torch.Tensor:
+    """Return the positions of rows in which some tokens are of images.
+
+    Args:
+        positions_BT: Position of each token if every token before it took one.
+        seen: The images of all rows; where some follow others, after these.
 
     Returns:
         Shape (B, T), or (3, B, T) if the policy has positions in time, height and width.
     """
-    if all(each.positions_3P is None for _, each in seen):
+    if all(each.pictures.positions_3P is None for each in seen):
         return positions_BT
     positions_3BT = positions_BT.repeat(3, 1, 1)
-    for row, each in seen:
-        if each.positions_3P is not None:
-            prompt = each.positions_3P.shape[1]
-            positions_3BT[:, row, :prompt] = each.positions_3P.to(positions_BT.device)
-            positions_3BT[:, row, prompt:] -= each.shift
+    for row, begin, end, pictures in seen:
+        if (own_3P := pictures.positions_3P) is not None:
+            first_31 = positions_3BT[:, row, begin : begin + 1].clone()
+            positions_3BT[:, row, begin:end] -= pictures.shift
+            there_3P = positions_3BT[:, row, begin:end][:, : own_3P.shape[1]]  # the last token may not be in the row
+            there_3P.copy_(first_31 + own_3P[:, : there_3P.shape[1]].to(there_3P.device))
     return positions_3BT
 
 
