@@ -467,17 +467,23 @@ def check_images(
     generator: Generator,
     has_teacher: bool,
     settings: LearnerSettings,
+    observes: bool,
 ) -> None:
-    """Refuse prompts with images where a part of the run cannot see them, and a tower that sees none in training."""
+    """Refuse images where a part of the run cannot see them, and a tower that sees none in training.
+
+    Where the run ``observes``, tools and environments may show images too.
+    """
     shown = next((each for rows in prompts.values() for each in rows if each.pictures is not None), None)
     if shown is None:
-        if sees(policy) and "train" in prompts:
+        if not sees(policy):
+            return
+        if "train" in prompts and not observes:
             raise ValueError(
                 "model.vision loads a vision tower, and no prompt of data.train has an image; name the column with the "
                 "images in data.image_column, or leave model.vision out."
             )
-        return
-    needs, decoder = f"prompt {shown.prompt_id!r} has images", type(generator).__name__
+    needs = "model.vision is set" if shown is None else f"prompt {shown.prompt_id!r} has images"
+    decoder = type(generator).__name__
     check_clashes(
         [
             Clash(needs, "model.vision is none", not sees(policy), "set model.vision to frozen or trained"),

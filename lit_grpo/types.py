@@ -47,6 +47,7 @@ __all__ = [
     "Key",
     "Observation",
     "PassRule",
+    "Pictures",
     "Prompt",
     "PromptBatch",
     "Request",

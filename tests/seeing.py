@@ -229,7 +229,8 @@ def observation(vision: Vision, tokenizer: Any, name: str, text: str, images: Se
 def plain_logits(model: Any, vision: Vision, completion: Completion) -> torch.Tensor:
     """Return the logits (T, V) of a completion, by the model's own forward over what its processor gives."""
     prompt, token_ids_T = completion.request.prompt, completion.token_ids_T
-    seen = [prompt.pictures] * (prompt.pictures is not None) + [each for _, each in completion.pictures]
+    seen = [] if prompt.pictures is None else [prompt.pictures]
+    seen += [each for _, each in completion.pictures]
     ids_1T = torch.tensor([[*prompt.token_ids, *token_ids_T.tolist()]])
     inputs: dict[str, Any] = {}
     if seen:

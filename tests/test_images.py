@@ -95,9 +95,7 @@ def test_samples_log_probs_and_gradients_are_those_of_the_models_own_forward(nam
     _check(model, vision, generator, [*decode(generator, later).values()], tokens=-2)
 
 
-def _check(
-    model: Any, vision: Any, generator: SlotGenerator, completions: Sequence[Completion], tokens: int
-) -> None:
+def _check(model: Any, vision: Any, generator: SlotGenerator, completions: Sequence[Completion], tokens: int) -> None:
     """Compare samples, those of completions that go on after so many of their ``tokens``, and gradients."""
     for each in completions:
         keys, begin = np.array([request_key(each.request)], dtype=np.uint64), _begin(each)

@@ -143,6 +143,16 @@ def in_parts(message: Message) -> Message:
     return message | {"content": parts}
 
 
+def without_files(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose parts of type ``image`` hold nothing, for what reads texts alone."""
+    return [
+        message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
 def _in_accepted_form(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> Sequence[Message]:

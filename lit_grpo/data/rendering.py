@@ -22,6 +22,7 @@ from lit_grpo.process.terminal import listed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lit_grpo.policy.architecture.vision import Vision
     from lit_grpo.types import Pictures
 
 
@@ -49,13 +50,20 @@ class Conversing(Protocol):
 
     datasets: ClassVar[frozenset[str]]
 
-    def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], plain_rows: bool = False) -> None:
+    def prepare(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any],
+        plain_rows: bool = False,
+        vision: Vision | None = None,
+    ) -> None:
         """Receive the tokenizer and the variables of its chat template, before any prompt is rendered.
 
         Args:
             tokenizer: Tokenizer of the policy, with which all prompts are rendered.
             options: Variables of the chat template.
             plain_rows: Whether control tokens that rows spell are encoded as plain characters.
+            vision: What reads images, if the policy sees them.
 
         Raises:
             ValueError: The chat template cannot show how the conversation goes on.

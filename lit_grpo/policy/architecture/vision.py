@@ -125,7 +125,8 @@ class Vision:
 
         A prompt that others begin with, as trajectories do, has each image read again.
         """
-        if image not in self._known:
+        shown = self._known.get(image)
+        if shown is None:
             mark = str(self._tokenizer.convert_ids_to_tokens(self.placeholder))
             try:
                 inputs = self._processor(
@@ -136,11 +137,12 @@ class Vision:
             digest = blake2b(digest_size=16)
             for name in sorted(self._features(inputs)):
                 digest.update(repr(inputs[name].shape).encode() + inputs[name].contiguous().numpy().tobytes())
-            own = {"ids": inputs["input_ids"][0].tolist(), "grid": inputs.get("image_grid_thw")}
-            while len(self._known) >= _MOST_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[image] = own | {"digest": digest.digest()}
-        return self._known[image]
+            shown = {"ids": inputs["input_ids"][0].tolist(), "grid": inputs.get("image_grid_thw")}
+            shown["digest"] = digest.digest()
+            for oldest in list(self._known)[: 1 - _MOST_KNOWN]:
+                self._known.pop(oldest, None)
+            self._known[image] = shown
+        return shown
 
     def pixels(self, pictures: Pictures) -> dict[str, torch.Tensor]:
         """Return the arguments of the tower for the images of a prompt, on the host."""

@@ -90,7 +90,7 @@ class SlotGenerator(Versioned):
             prediction, as Qwen3.5 has one, which needs a number of ``drafts``.
     """
 
-    abilities: frozenset[str] = frozenset({"entropies", "hidden_states", "images", "likeliest"})
+    abilities: frozenset[str] = frozenset({"entropies", "hidden_states", "images", "likeliest", "observed_images"})
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ _LEAST_COPIED = 16  # tokens of another completion; fewer are computed with the 
 
 
 class _Kept(NamedTuple):
-    """Contents of a completion without a row (:attr:`lit_grpo.types.Trajectory.contents`), and what ``SlotCache.copy_completion`` returns of them.
+    """Contents of a completion without a row, and what ``SlotCache.copy_completion`` returns of them.
 
     ``num_tokens`` is what it takes, in KV tokens.
     """

@@ -312,8 +312,10 @@ def _place(
     tokens = [np.array(part.prompt_ids)] if part.before is None else []
     start += first if part.before is None else 0
     completions = [rollouts[member].completion for member in part.members]
-    cut = slice(-1) if part.chunk is None else slice(part.chunk.begin, min(part.chunk.end, completions[0].num_tokens - 1))
-    seen = [completion.arrays[0][cut] for completion in completions]  # the last predicts nothing
+    cut = slice(-1)  # the last predicts nothing
+    if part.chunk is not None:
+        cut = slice(part.chunk.begin, min(part.chunk.end, completions[0].num_tokens - 1))
+    seen = [completion.arrays[0][cut] for completion in completions]
     tree = prefix_tree([completion.contents[cut] for completion in completions], least_shared)
     lasts = list(range(len(tree)))  # the last branch below each, which comes after it
     for own in range(len(tree) - 1, -1, -1):
