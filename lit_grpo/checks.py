@@ -29,6 +29,7 @@ from lit_grpo.compatibility import SHARDS, Clash, Requirement, check_clashes, ch
 from lit_grpo.limits import Completions, check_value
 from lit_grpo.policy.architecture.vision import sees
 from lit_grpo.process.terminal import first_line
+from lit_grpo.process.urls import is_url
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies
 from lit_grpo.types import Prompt, SamplingParams
@@ -465,7 +466,7 @@ def check_images(
     prompts: Mapping[str, Sequence[Prompt]],
     policy: PreTrainedModel,
     generator: Generator,
-    has_teacher: bool,
+    teacher: str,
     settings: LearnerSettings,
     observes: bool,
 ) -> None:
@@ -488,7 +489,7 @@ def check_images(
         [
             Clash(needs, "model.vision is none", not sees(policy), "set model.vision to frozen or trained"),
             Clash(needs, f"{decoder} decodes texts alone", "images" not in generator.abilities, "use SlotGenerator"),
-            Clash(needs, "model.teacher is shown texts alone", has_teacher),
+            Clash(needs, "a server of model.teacher is shown texts alone", is_url(teacher), "take a model's files"),
             Clash(needs, "model.sequence_parallel_size divides texts alone", settings.sequence_parallel_size > 1),
         ]
     )

@@ -463,7 +463,8 @@ class GRPOModule(EvaluationModule):
         check_token_ids(prompts, len(embeddings(self.policy)[0]))
         callbacks = [] if self._trainer is None else self.trainer.callbacks  # pyrefly: ignore[missing-attribute]
         observes = any(isinstance(each, Converses) and each.conversing is not None for each in callbacks)
-        check_images(prompts, self.policy, self.generator, self.teacher is not None, self.settings, observes)
+        teacher = "" if self.teacher_settings is None else self.teacher_settings.policy
+        check_images(prompts, self.policy, self.generator, teacher, self.settings, observes)
         context = context_length(self.policy)
         longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None
         self.spec = replace(self.spec, longest_row=longest_row)

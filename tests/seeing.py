@@ -200,6 +200,13 @@ def load(folder: str, trained: bool = True) -> tuple[Any, Any, Vision]:
     return model, tokenizer, vision
 
 
+def end_turns_soon(model: Any) -> None:
+    """Make the token that ends a turn of a small Qwen3-VL likely."""
+    with torch.no_grad():
+        states_D = model.model.language_model(torch.arange(10, 200)[None]).last_hidden_state[0].mean(0)
+        model.lm_head.weight[309] = states_D * (6 / states_D.pow(2).sum())
+
+
 def png(width: int, height: int, seed: int) -> bytes:
     """Return the file of an image of noise."""
     from PIL import Image

@@ -26,10 +26,12 @@ import lit_grpo
 from lit_grpo.budgets.memory import checksum
 from lit_grpo.data import PromptDataModule
 from lit_grpo.data.chat import UnusableRow
+from lit_grpo.data.examples import render_example
 from lit_grpo.data.loaders import row_digests
 from lit_grpo.data.overlap import shared_validation
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.data.sources import GivenRows
+from lit_grpo.data.writing import PromptWriter
 from lit_grpo.methods.swarm import Swarm
 from lit_grpo.plugins import RunFacts, fresh
 from lit_grpo.policy.architecture.vision import open_image
@@ -251,6 +253,22 @@ def test_what_cannot_see_images_is_told_before_the_first_rollout(name: str, tmp_
         rows = [row | {"prompt": "How many circles?"} for row in rows]
     with pytest.raises((ValueError, SystemExit), match=sentence):
         lit_grpo.train(policy, rows, ["exact_match"], dir=str(tmp_path), data=data, **options)
+
+
+def test_an_example_and_a_hint_follow_the_prompts_images(renderer: tuple[PromptRenderer, Any]) -> None:
+    row, (its, tokenizer) = FORMS["before a text"], renderer
+    plain = its.render(row, tokenizer)
+    example = render_example(its, tokenizer, row, "2", "all", "row 0")
+    assert example.prompt_ids == plain.token_ids and example.learned_T.all()
+    assert example.pictures is not None and example.pictures.digest == plain.pictures.digest
+    assert tokenizer.decode(example.answer_ids_T[:-1]) == "2"
+    prompt = Prompt("train/0", plain.token_ids, plain.text, pictures=plain.pictures)
+    begun = PromptWriter(its, tokenizer, {"train/0": row}).put_after(prompt, "12", 0.5)
+    assert begun.token_ids == (*plain.token_ids, *tokenizer("1")["input_ids"]) and begun.given == "1"
+    later = {"prompt": [*FORMS["bytes"]["prompt"], {"role": "assistant", "content": "1"}, *FORMS["bytes"]["prompt"]]}
+    later = {"prompt": [*later["prompt"], {"role": "assistant", "content": "2"}], "image": [PICTURE] * 2}
+    with pytest.raises(UnusableRow, match="its 2 images do not fit its text, which has 1 places"):
+        render_example(its, tokenizer, later, None, "all", "row 0")
 
 
 # ---- prompts of equal tokens ------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from conftest import table_rows
 from PIL import Image
-from seeing import PLACEHOLDER, load, make_policy, plain_logits, png
+from seeing import PLACEHOLDER, end_turns_soon, load, make_policy, plain_logits, png
 
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
@@ -28,7 +27,11 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import SYNCHRONOUS
 from lit_grpo.rollout.sampling import request_key, sample_tokens, uniform
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import OBSERVED, Completion, Pictures, Prompt, Request, SamplingParams, Trajectory
+from lit_grpo.types import OBSERVED, Completion, Pictures, Prompt, Request, Rollout, SamplingParams, Trajectory
+from lit_grpo.update.batches.microbatch import make_micro_batches
+from lit_grpo.update.logprobs.measurements import measure
+from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
+from lit_grpo.update.logprobs.teacher import TeacherSettings, make_teacher
 
 SAMPLING = SamplingParams(max_tokens=40, max_observed=350)
 
@@ -54,9 +57,7 @@ class Camera:
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
     """A small random Qwen3-VL that ends its turns soon."""
     model, tokenizer, vision = load(make_policy("qwen3_vl", tmp_path_factory.mktemp("seeing")))
-    with torch.no_grad():
-        states_D = model.model.language_model(torch.arange(10, 200)[None]).last_hidden_state[0].mean(0)
-        model.lm_head.weight[309] = states_D * (6 / states_D.pow(2).sum())
+    end_turns_soon(model)
     return model, tokenizer, vision
 
 
@@ -88,9 +89,13 @@ ROWS = [
 ]
 
 
-def test_turns_are_sampled_after_all_images(seeing: tuple[Any, Any, Any]) -> None:
-    model, _, vision = seeing
-    completions = played(seeing, {"factory": Camera}, ROWS)
+@pytest.fixture(scope="module")
+def filmed(seeing: tuple[Any, Any, Any]) -> list[Completion]:
+    return played(seeing, {"factory": Camera}, ROWS)
+
+
+def test_turns_are_sampled_after_all_images(seeing: tuple[Any, Any, Any], filmed: list[Completion]) -> None:
+    (model, _, vision), completions = seeing, filmed
     assert max(len(each.turns) for each in completions) == 4
     for each in completions:
         episode, ids = each.episode, each.token_ids_T
@@ -111,10 +116,57 @@ def test_turns_are_sampled_after_all_images(seeing: tuple[Any, Any, Any]) -> Non
 
 def test_prompts_with_images_keep_them_where_the_conversation_is_rendered_again(seeing: tuple[Any, Any, Any]) -> None:
     completions = played(seeing, {"factory": Teller, "history": "rerendered"}, ROWS[:2])
-    assert max(len(each.contexts) for each in completions) == 3
+    assert max(len(each.contexts) for each in completions) == 4
     assert all(each.request.prompt.pictures is not None for each in completions)
     with pytest.raises(ValueError, match="Camera shows images, and history rerendered"):
         played(seeing, {"factory": Camera, "history": "rerendered"}, ROWS[:1])
+
+
+OTHERS = ["model.teacher", "model.objective.kl"]
+
+
+@pytest.mark.parametrize("who", OTHERS)
+def test_other_models_see_the_images_too(
+    who: str, seeing: tuple[Any, Any, Any], filmed: list[Completion], tmp_path: Path
+) -> None:
+    policy, tokenizer, _ = seeing
+    other, _, vision = load(make_policy("qwen3_vl", tmp_path / "other"))
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(7)
+        for weight in other.parameters():
+            weight += 0.05 * torch.randn_like(weight)
+    other.save_pretrained(tmp_path / "other")
+    device, rollouts = torch.device("cpu"), [Rollout(each.request.prompt, each, {}, 0.0) for each in filmed]
+
+    def measured(rollouts: Sequence[Rollout], what: Any, lend: Any) -> list[torch.Tensor]:
+        rows = make_micro_batches(rollouts, 500)
+        with lend() as model:
+            return measure(what, [row.filled(rollouts) for row in rows], model, 1.0, device)
+
+    place = str(tmp_path / "other")
+    if who == "model.teacher":
+        teacher = make_teacher(TeacherSettings(place), policy, place, "float32", tokenizer, device, "full")
+        keyed = lambda *given: dict(zip([each.request.key for each in filmed], measured(*given), strict=True))  # noqa: E731
+        scores = teacher.score(keyed, rollouts, lambda value: [value])
+        found = [scores[each.request.key].logprobs_T for each in filmed]
+    else:
+        reference = make_reference(policy, place, "float32", device, ReferenceSettings(), "full")
+        found = measured(rollouts, "logprobs", reference.lend)
+    for each, logprobs_T in zip(filmed, found, strict=True):
+        with torch.no_grad():
+            expected_TV = plain_logits(other, vision, each).log_softmax(-1)
+        expected_T = expected_TV.gather(-1, each.token_ids_T[:, None]).squeeze(-1)[each.trained_T]
+        assert torch.allclose(logprobs_T.float(), expected_T, atol=5e-5)
+        assert not torch.allclose(expected_T, each.logprobs_T[each.trained_T], atol=1e-2)
+
+
+def test_a_teacher_that_reads_images_as_other_tokens_is_refused(seeing: tuple[Any, Any, Any], tmp_path: Path) -> None:
+    policy, tokenizer, _ = seeing
+    place = make_policy("qwen3_vl", tmp_path)
+    settings = tmp_path / "preprocessor_config.json"
+    settings.write_text(settings.read_text().replace("4096", "1024"))
+    with pytest.raises(ValueError, match="reads an image as other tokens than the policy does"):
+        make_teacher(TeacherSettings(place), policy, place, "float32", tokenizer, torch.device("cpu"), "full")
 
 
 class Teller(Camera):
@@ -208,7 +260,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "a number": (parts(7), Failure, "of type int and no image"),
     "an array": (parts(np.zeros((4, 4, 3))), Failure, "of type ndarray and no image"),
     "huge": (parts(file_of(pillow("1", (9000, 9000)))), Failure, "has 9000 x 9000 pixels"),
-    "a text without one": ([{"type": "text"}], NotShown, "a content part without a text"),
+    "a text without one": ([{"type": "text"}], NotShown, "a content block without a text"),
 }
 
 
@@ -237,7 +289,7 @@ def test_a_trajectory_ends_before_what_is_too_large_to_observe(seeing: tuple[Any
 
 
 def test_a_template_that_leaves_images_out_is_named(seeing: tuple[Any, Any, Any]) -> None:
-    model, tokenizer, vision = seeing
+    tokenizer = seeing[1]
     was = tokenizer.chat_template
     tokenizer.chat_template = was.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
     try:

@@ -267,7 +267,7 @@ class LiveEnvironment:
         if isinstance(said, str):
             return text_of(said)
         who = f"{self.kind.name}.{method}"
-        return await self._guarded(f"has what {method} returned read", lambda: content_of(said, who, sees), False)
+        return await self._guarded(f"has what {method} returned printed", lambda: content_of(said, who, sees), False)
 
     def _shortened(self, content: Content, chat: Chat) -> Content:
         """Cut texts that are too long, each part by itself; images stay whole."""
@@ -353,7 +353,7 @@ def content_of(said: Any, who: str, sees: bool) -> Content:
                 parts.append({"type": "text", "text": text_of(part["text"])})
             case "text":
                 raise NotShown(
-                    f"{who} returns a content part without a text; write it as {{'type': 'text', 'text': ...}}."
+                    f"{who} returns a content block without a text; write it as {{'type': 'text', 'text': ...}}."
                 )
             case "image" if not sees:
                 raise NotShown(

@@ -120,6 +120,13 @@ class Vision:
         digest = blake2b(b"".join(each["digest"] for each in shown), digest_size=16).digest()
         return expanded, Pictures(tuple(images), digest, positions_3P, shift, len(expanded))
 
+    def is_like(self, other: Vision) -> bool:
+        """Return whether another policy has the same tokens for images; those of two made-up ones are compared."""
+        from PIL import Image
+
+        made = [read_image(Image.new("RGB", size), "a made-up image") for size in ((640, 480), (56, 280))]
+        return all(self._shown(image)["ids"] == other._shown(image)["ids"] for image in made)
+
     def _shown(self, image: bytes) -> dict[str, Any]:
         """Return the tokens of an image, a digest of its pixels, and its grid; of the last ones they are kept.
 
