@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_grpo.display.due import is_due
-from lit_grpo.display.samples import Sample, Samples, transcript
+from lit_grpo.display.samples import Sample, Samples, as_text, transcript
 from lit_grpo.display.screen import the_console
 from lit_grpo.faults import forget_after, json_line, writable
 from lit_grpo.faults.observers import Observer
@@ -151,7 +151,7 @@ def _best_and_worst(rollouts: Iterable[Rollout], worst_first: int) -> list[Rollo
 def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: str) -> Sample:
     completion = rollout.completion
     return Sample(
-        prompt=_last_turn(rollout.prompt, prompt_column) + rollout.said,
+        prompt=_last_turn(rollout.prompt, prompt_column) + as_text(rollout.said),
         completion=completion.text if completion.episode is None else transcript(completion.episode.messages),
         tokens=completion.num_sampled,
         finish=completion.finish_reason,

@@ -119,6 +119,7 @@ class Generator(Decoder, Protocol):
       weights, where :class:`lit_grpo.policy.spec.PolicySpec` asks for that.
     - ``policy_dtype``: it computes in the type of the policy's weights, so in float32 its scores are the policy's.
     - ``hidden_states``: the features of its observations are the policy's last hidden states.
+    - ``images``, ``observed_images``: prompts may have images, and so may what requests have observed.
     - ``likeliest``: its steps report the likeliest tokens of the distributions that tokens were drawn from.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from seeing import end_turns_soon, load, make_policy, png
 
 from lit_grpo.__main__ import start
 
@@ -46,3 +47,56 @@ def test_a_run_is_resumed_and_finished_with_its_tower(
     (tmp_path / "runs/shapes/checkpoints/last.ckpt").rename(tmp_path / "gone.ckpt")
     code, told = said("finish runs/shapes --gguf none --output again", capsys)  # from the exported folder
     assert code == 0, told
+
+
+CAMERA = """
+from PIL import Image
+
+
+class Camera:
+    def reset(self, number: int):
+        self.number, self.num = number, 0
+        first = Image.new("RGB", (32, 32), (number, 0, 0))
+        return [{"type": "text", "text": "Look: "}, {"type": "image", "image": first}]
+
+    def respond(self, text: str):
+        self.num += 1
+        shown = Image.new("RGB", (48, 32), (0, self.num, self.number))
+        return None if self.num > 2 else [{"type": "image", "image": shown}, {"type": "text", "text": "and now?"}]
+
+    def get_reward(self):
+        return float(self.num)
+
+    def state(self):
+        return [self.number, self.num]
+
+    def restore(self, state):
+        self.number, self.num = state
+"""
+
+
+@pytest.mark.parametrize("rows", ["with images", "of texts"])
+def test_an_environment_that_shows_images_is_trained_on_carried_and_resumed(
+    rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy = make_policy("qwen3_vl", tmp_path / "policy")
+    model, _, _ = load(policy)
+    end_turns_soon(model)
+    model.save_pretrained(policy)
+    (tmp_path / "camera.py").write_text(CAMERA)
+    (tmp_path / "one.png").write_bytes(png(32, 32, 0))
+    image, column = (', "image": "one.png"', " --data.image_column image") if rows == "with images" else ("", "")
+    lines = [f'{{"prompt": "What is it?", "number": {number}{image}}}' for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    run = f"fit --model.policy {policy} --model.vision trained --data.train rows.jsonl --data.batch_size 2{column}"
+    run += " --rollout.plugins environments:factory=camera.py:Camera --rollout.plugins+ april --run.name shown"
+    run += " --model.sampling.max_tokens 60 --model.sampling.max_observed 200 --model.num_generations 4"
+    run += " --model.eval_sampling.max_observed 200 --trainer.accelerator cpu --trainer.enable_progress_bar false"
+    code, told = said(f"{run} --trainer.max_steps 2", capsys)
+    assert code == 0, told
+    last = "--ckpt_path runs/shown/checkpoints/last.ckpt"
+    code, told = said(f"fit --config runs/shown/config.yaml {last} --trainer.max_steps 4", capsys)
+    assert code == 0, told
+    frame = (tmp_path / "runs/shown/metrics.csv").read_text()
+    assert "environments/" in frame
