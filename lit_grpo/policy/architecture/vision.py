@@ -88,6 +88,11 @@ class Vision:
             if path is not None:
                 shutil.copyfile(path, folder / name)
 
+    @property
+    def settings(self) -> str:
+        """How it makes pixels, as JSON."""
+        return self._processor.image_processor.to_json_string()
+
     def read(self, text: str, given: Sequence[Any]) -> tuple[list[int], Pictures]:
         """Return the token ids of a text with its placeholders expanded, and its images.
 

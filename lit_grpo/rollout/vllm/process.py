@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from lit_grpo.policy.architecture.vision import sees
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.bound import PARENT_VARIABLE
 from lit_grpo.rollout.vllm.arguments import (
@@ -36,6 +37,7 @@ from lit_grpo.rollout.vllm.arguments import (
     server_arguments,
     server_environment,
 )
+from lit_grpo.rollout.vllm.images import check_sees
 from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, LOG_VARIABLE, OWNER_PATH
 
 _STOP_S = 10.0
@@ -70,9 +72,10 @@ class ServerPlan:
         require_vllm()
         known = {**given, **_named(flags)}
         check_drafts(known, policy)
+        check_sees(policy, known)
         if not on_gpu:
             check_on_cpu(policy.config.get_text_config(), known)
-        check_packages(policy.config.model_type)
+        check_packages(policy.config.model_type, sees(policy.module))
         kv_bytes = None  # which leaves them to vLLM
         if "gpu_memory_utilization" not in known:
             kv_bytes = kv_bytes_of_slots(policy, dtype_of(known) or policy.dtype, num_slots, known)

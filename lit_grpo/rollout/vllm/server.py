@@ -200,7 +200,8 @@ class VLLMServerGenerator(EngineGenerator):
         server = self._at[stream] = min(free, key=lambda server: ahead[server])
         stream.engine = f"the vLLM server at {server.client.url}"
         assert stream.ticket is not None
-        self._pump.begin(stream.ticket, server.client, stream.prompt, self._fields(stream, server.keyed), stream.salt)
+        fields = self._fields(stream, server.keyed)
+        self._pump.begin(stream.ticket, server.client, stream.prompt, fields, stream.salt, self._shown(stream))
 
     def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
         for stream in streams:
