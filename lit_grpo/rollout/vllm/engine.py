@@ -38,7 +38,7 @@ from lit_grpo.rollout.vllm.arguments import (
     start_failure,
 )
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
-from lit_grpo.rollout.vllm.images import Shown, other_tokens
+from lit_grpo.rollout.vllm.images import Shown, image_arguments, other_tokens
 from lit_grpo.rollout.vllm.streams import EngineRequest, NotAsAsked, SampledChunk
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
@@ -131,7 +131,7 @@ class VLLMGenerator(EngineGenerator):
         policy.save_skeleton(self._folder.path)
         model, tokenizer = str(self._folder.path), str(self._folder.path / TOKENIZER)
         own = self._own_arguments(policy)
-        own |= {**lora, **draft_arguments(self.arguments)}
+        own |= {**lora, **draft_arguments(self.arguments), **image_arguments(policy)}
         arguments: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **own, **self.arguments}
         with (
             quiet_start(),

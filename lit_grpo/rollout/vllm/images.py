@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.rollout.vllm.streams import EngineRequest
 
-_OTHER_PIXELS = ("mm_processor_kwargs", "media_io_kwargs")
+_OTHER_PIXELS = ("mm_processor_kwargs", "media_io_kwargs", "mm_device_do_normalize")
 
 
 class Shown(NamedTuple):
@@ -78,6 +78,18 @@ def other_tokens(prompt: Sequence[int], told: Any) -> str | None:
         f"{place} on: its image processor is not the policy's; give it the policy's files, or take "
         "lit_grpo.rollout.slots.SlotGenerator."
     )
+
+
+def image_arguments(policy: PolicySpec, on_server: bool = False) -> dict[str, Any]:
+    """Return vLLM's arguments for a policy that sees: its processor makes the pixels whole, and no video is expected.
+
+    By default vLLM 0.32 normalizes the pixels of Qwen's families in its model, which loses the numbers for that in a
+    start without weights.
+    """
+    if not sees(policy.module):
+        return {}
+    whole = {"no_mm_device_do_normalize": True} if on_server else {"mm_device_do_normalize": False}
+    return {"limit_mm_per_prompt": {"video": 0}, **whole}
 
 
 def check_sees(policy: PolicySpec, arguments: Mapping[str, Any]) -> None:

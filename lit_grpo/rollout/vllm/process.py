@@ -37,8 +37,8 @@ from lit_grpo.rollout.vllm.arguments import (
     server_arguments,
     server_environment,
 )
-from lit_grpo.rollout.vllm.images import check_sees
 from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, LOG_VARIABLE, OWNER_PATH
+from lit_grpo.rollout.vllm.images import check_sees, image_arguments
 
 _STOP_S = 10.0
 _LONGEST_FOLDER = 70  # characters, for sockets in it, whose paths have at most 107
@@ -80,6 +80,7 @@ class ServerPlan:
         if "gpu_memory_utilization" not in known:
             kv_bytes = kv_bytes_of_slots(policy, dtype_of(known) or policy.dtype, num_slots, known)
         self.num_servers, self._given, self._flags = num_servers, draft_arguments(known) | dict(given), flags
+        self._given = image_arguments(policy, on_server=True) | self._given
         self._chosen = str(policy.dtype).removeprefix("torch."), num_slots, num_servers, kv_bytes
 
     def start(

@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-slots", type=int, default=64, help="completions decoded at a time")
     parser.add_argument("--dtype", default="auto", help="the dtype of computations; auto is the policy's own")
     parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters without base weights, up to this rank")
-    parser.add_argument("--vision", action="store_true", help="serve the policy's vision tower, for prompts with images")
+    parser.add_argument(
+        "--vision", action="store_true", help="serve the policy's vision tower, for prompts with images"
+    )
     options, others = parser.parse_known_args(arguments)
     for number in _STOPS:  # a shell without a terminal starts background processes with SIGINT ignored
         signal.signal(number, lambda *_: sys.exit(0))
