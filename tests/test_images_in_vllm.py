@@ -117,6 +117,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mm_processor_kwargs": {"max_pixels": 99}},
         "mm_processor_kwargs is .*other pixels than the policy",
     ),
+    "their norm": ({"mm_device_do_normalize": True}, "mm_device_do_normalize is True.*other pixels"),
     "another reader": ({"media_io_kwargs": {"image": {"image_mode": "L"}}}, "media_io_kwargs is .*other pixels"),
 }
 

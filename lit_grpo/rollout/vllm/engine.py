@@ -349,9 +349,9 @@ class VLLMGenerator(EngineGenerator):
         for output in self._step_engine():
             if (stream := self._streams.of_ticket(int(output.request_id))) is None:
                 continue
-            if stream.request.prompt.pictures is not None and len(stream.token_ids) == stream.num_begun:
-                if other := other_tokens(stream.prompt, output.prompt_token_ids):
-                    raise GenerationError(f"{stream.engine} {other}")
+            is_first = stream.request.prompt.pictures is not None and len(stream.token_ids) == stream.num_begun
+            if is_first and (other := other_tokens(stream.prompt, output.prompt_token_ids)):
+                raise GenerationError(f"{stream.engine} {other}")
             sampled, token_ids = output.outputs[0], list(output.outputs[0].token_ids)
             said = zip(token_ids, sampled.logprobs or (), strict=False)
             logprobs: list[Any] = [at[token].logprob if token in at else None for token, at in said]
