@@ -76,6 +76,7 @@ class Pictures:
         shift: How much fewer positions than tokens it takes: 0 without ``positions_3P``.
         num_tokens: Number of its tokens, text among them.
         mutual: The tokens of each image, if they see one another in both directions, counted from its first token.
+        marked_ids: Its tokens with one for each image.
     """
 
     images: tuple[bytes, ...]
@@ -84,6 +85,7 @@ class Pictures:
     shift: int = 0
     num_tokens: int = 0
     mutual: tuple[MutualSpan, ...] = ()
+    marked_ids: tuple[int, ...] = ()
 
     @property
     def passed(self) -> Pictures:

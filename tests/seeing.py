@@ -170,11 +170,22 @@ class ByHand:
         return {"input_ids": ids_1P, **types, **self.pixels(flat)}
 
 
-def make_policy(name: str, folder: Path) -> str:
+WIDE: dict[str, dict[str, Any]] = {
+    "idefics3": {},
+    "qwen2_5_vl": {"rope_parameters": _rope([4, 6, 6])},
+    "qwen3_vl": {"head_dim": 32, "rope_parameters": _rope([4, 6, 6], mrope_interleaved=True)},
+}
+"""Changes of decoders with heads of 32 dimensions, which vLLM's kernels for CPUs ask for."""
+
+
+def make_policy(name: str, folder: Path, wide: bool = False) -> str:
     """Save the small policy of a family with all that a policy's folder has; return the folder."""
     family = FAMILIES[name]
+    wider = {"num_attention_heads": 2, "num_key_value_heads": 1, **WIDE[name]} if wide else {}
     more = {"image_token_id": PLACEHOLDER, "tie_word_embeddings": False, **(family.more or {})}
-    config = AutoConfig.for_model(name.split()[0], text_config=_TEXT | family.text, vision_config=family.vision, **more)
+    config = AutoConfig.for_model(
+        name.split()[0], text_config=_TEXT | family.text | wider, vision_config=family.vision, **more
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: Any = AutoModelForImageTextToText.from_config(config)

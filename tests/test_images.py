@@ -146,10 +146,11 @@ def test_line_breaks_on_both_sides_of_an_image_are_the_tokens_of_a_whole_text() 
     """Gemma 3 puts two before and after each image, and its tokenizer has a token for several."""
     tokens = Tokenizer(models.BPE({"a": 0, "\n": 1, "\n\n": 2, "\n\n\n\n": 3}, [("\n", "\n"), ("\n\n", "\n\n")]))
     tokens.decoder = decoders.Fuse()
-    seamless = partial(Vision._seamless, SimpleNamespace(_tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokens)))
+    vision = Vision.__new__(Vision)
+    vision._tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens)
     for before, after in itertools.product(["", "a", "a\n", "a\n\n", "\n\n\n"], ["", "a", "\na", "\n\n", "\n\n\na\n"]):
         parts = [tokens.encode(each).ids for each in (before, after)]
-        assert seamless(*parts) == tokens.encode(before + after).ids
+        assert vision._seamless(*parts) == tokens.encode(before + after).ids
 
 
 def _begin(completion: Completion) -> int:

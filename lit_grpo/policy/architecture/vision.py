@@ -86,7 +86,7 @@ class Vision:
         except (ImportError, TypeError, ValueError) as error:
             raise ValueError(f"{processor_class.__name__} cannot be used: {first_line(error)}") from error
         self._feature, self._tokenizer = int(model.config.image_token_id), tokenizer
-        mark = tokenizer.convert_tokens_to_ids(str(getattr(self._processor, "image_token", "")))
+        mark: Any = tokenizer.convert_tokens_to_ids(str(getattr(self._processor, "image_token", "")))
         self.placeholder: int = self._feature if mark in (None, tokenizer.unk_token_id) else mark
         self._known: dict[bytes, dict[str, Any]] = {}
 
@@ -95,6 +95,11 @@ class Vision:
         for name, path in self._files.items():
             if path is not None:
                 shutil.copyfile(path, folder / name)
+
+    @property
+    def settings(self) -> str:
+        """How it makes pixels, as JSON."""
+        return self._processor.image_processor.to_json_string()
 
     def read(self, token_ids: Sequence[int], given: Sequence[Any]) -> tuple[list[int], Pictures]:
         """Return tokens in which each placeholder has become those of its image, and the images.
@@ -132,7 +137,8 @@ class Vision:
             begin, end = end, end + len([*its])
             if is_image and self._mutual is not None:
                 spans.append(MutualSpan(begin, end, self._mutual))
-        return expanded, Pictures(tuple(images), digest, positions_3P, shift, len(expanded), tuple(spans))
+        more = len(expanded), tuple(spans), tuple(token_ids)
+        return expanded, Pictures(tuple(images), digest, positions_3P, shift, *more)
 
     def token_types(self, input_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the argument of the model's own attention that says which tokens see one another, if any do."""
@@ -149,9 +155,9 @@ class Vision:
     def _seamless(self, before: list[int], after: list[int]) -> list[int]:
         """Return tokens one after another; line breaks on both sides of the seam are one token, as in a whole text."""
         end, begin = len(before), 0
-        while end and not self._tokenizer.decode(before[end - 1]).strip("\n"):
+        while end and not str(self._tokenizer.decode(before[end - 1])).strip("\n"):
             end -= 1
-        while begin < len(after) and not self._tokenizer.decode(after[begin]).strip("\n"):
+        while begin < len(after) and not str(self._tokenizer.decode(after[begin])).strip("\n"):
             begin += 1
         if end == len(before) or not begin:
             return before + after
@@ -237,7 +243,7 @@ def give_vision(model: PreTrainedModel, vision: Vision, trained: bool = False) -
     named = ("image_token_id", "video_token_id", "audio_token_id")
     ids = [vision.placeholder, *(getattr(model.config, name, None) for name in named)]
     num_tokens = len(cast(Any, model.get_output_embeddings()).weight)
-    never_sample(model, [token for token in ids if token is not None and token < num_tokens])
+    never_sample(model, [token for token in dict.fromkeys(ids) if token is not None and token < num_tokens])
 
 
 def tower_parameters(model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
