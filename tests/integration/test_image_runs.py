@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from lit_grpo.__main__ import start
+from lit_grpo.policy.named import TINY_SHAPES, resolve_policy
+from lit_grpo.tasks import ShapesRows
 
 pytestmark = pytest.mark.nightly
 SHORT = "--trainer.val_check_interval 2 --data.batch_size 4 --data.train.init_args.num_rows 16"
@@ -24,6 +29,39 @@ def said(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]
             code = end.code or 0
     told = capsys.readouterr()
     return code, told.out + told.err
+
+
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+def test_adapters_are_resumed_bit_for_bit_and_merged(
+    vision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the tower too where it is trained; what is finished computes what base and adapter compute."""
+    monkeypatch.chdir(tmp_path)
+    run = f"fit --config shapes {SHORT} --model.vision {vision} --model.lora.r 4 --model.optimizer.lr 0.01"
+    assert said(f"{run} --run.name whole --trainer.max_steps 4", capsys)[0] == 0
+    assert said(f"{run} --run.name part --trainer.max_steps 2", capsys)[0] == 0
+    last = "--ckpt_path runs/part/checkpoints/last.ckpt"
+    code, told = said(f"fit --config runs/part/config.yaml {last} --trainer.max_steps 4", capsys)
+    assert code == 0, told
+    whole, part = (load_file(f"runs/{name}/policy/adapter/adapter_model.safetensors") for name in ("whole", "part"))
+    assert whole.keys() == part.keys() and all(torch.equal(whole[name], part[name]) for name in whole)
+    assert any("vision_model" in name and whole[name].any() for name in whole if "lora_B" in name) == (
+        vision == "trained"
+    )
+    code, told = said("finish runs/whole --gguf none", capsys)
+    assert code == 0, told
+    finished = "runs/whole/finished"
+    base = AutoModelForImageTextToText.from_pretrained(resolve_policy(TINY_SHAPES))
+    base.load_adapter("runs/whole/policy/adapter")
+    row = next(iter(ShapesRows(1, split="validation").rows()))
+    inputs = AutoProcessor.from_pretrained(finished)(text="<image>How many circles?:", images=[row["image"]],
+                                                     return_tensors="pt")  # fmt: skip
+    merged, untrained = (
+        AutoModelForImageTextToText.from_pretrained(place)(**inputs).logits
+        for place in (finished, resolve_policy(TINY_SHAPES))
+    )
+    assert torch.allclose(merged, base(**inputs).logits, atol=1e-4)
+    assert not torch.allclose(merged, untrained, atol=1e-2)
 
 
 @pytest.mark.parametrize("settings", ["--model.vision frozen --model.lora.r 4", "--model.vision trained"])

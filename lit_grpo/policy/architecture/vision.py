@@ -111,6 +111,10 @@ class Vision:
             positions_3P, shift = found[:, 0], -int(shifts)
         return ids_1P[0].tolist(), Pictures(tuple(images), digest.digest(), positions_3P, shift)
 
+    def tokens_of(self, image: bytes) -> list[int]:
+        """Return the tokens of an image, with those that a processor sets around it."""
+        return self.read(self._processor.image_token, [image])[0]
+
     def pixels(self, pictures: Pictures) -> dict[str, torch.Tensor]:
         """Return the arguments of the tower for the images of a prompt, on the host."""
         return self._features(
@@ -248,6 +252,15 @@ def read_image(image: Any, what: str) -> bytes:
     except ValueError as error:
         raise ValueError(f"{what} cannot be decoded ({error})") from None
     return image
+
+
+def small_image(width: int = 64, height: int = 64) -> bytes:
+    """Return the file of a white image, with which a tower is tried."""
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.new("RGB", (width, height), "white").save(stream, "PNG")
+    return stream.getvalue()
 
 
 def open_image(data: bytes) -> Any:
