@@ -130,8 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, study = Options(asked.quick, asked.device, asked.policy, asked.output), asked.study
     tasks, size = STUDIES[study]
     if options.quick:
-        fewer = {"own": DARS | {"--model.num_generations": 2}, "own_updates": 2} if tasks[0].own else {}
-        size, tasks = QUICK, (replace(tasks[0], updates=2, held_out=16, **fewer),)
+        own = DARS | {"--model.num_generations": 2} if tasks[0].own else {}
+        size, tasks = QUICK, (replace(tasks[0], updates=2, held_out=16, own=own, own_updates=2 * bool(own)),)
     rows: list[Row] = []
     claims: list[Claim] = []
     settings: Row = {"prompts": size.prompts, "group": size.group, "seeds": len(size.seeds), "threads": 1}

@@ -130,6 +130,7 @@ def test_gradients_of_adapters_are_those_of_the_models_own_forward(trained: bool
     adapted = {name.rpartition(".lora_A")[0] for name in expected if ".lora_A" in name}
     tower = {id(weight) for weight in tower_parameters(model)}
     layers = {name for name, each in lora_layers(model) if id(each.get_base_layer().weight) in tower}
+    layers = {name for name in layers if ".head." not in name}  # LFM2-VL does not read what its tower pools
     assert layers <= adapted
     linear = {
         name.removesuffix(".base_layer")

@@ -23,7 +23,7 @@ from lit_grpo.display.pictures import SIDE, from_data_url, last_turn, strip
 from lit_grpo.policy.architecture.vision import read_image
 from lit_grpo.policy.loading import load_tokenizer, load_vision
 from lit_grpo.policy.named import TINY_SHAPES
-from lit_grpo.tools.dashboard.report import write_report
+from lit_grpo.tools.dashboard.report import read_folder, write_report
 from lit_grpo.types import Pictures, Prompt
 
 
@@ -131,5 +131,7 @@ def test_a_report_shows_the_pictures_and_refuses_what_is_none(prompt: Prompt, tm
     page = tmp_path / "page.html"
     write_report(run, page)
     text = page.read_text()
-    assert url in text and "alert(1)</script>" not in text
-    assert not any(each in text for each in bad) and not re.search(r"onload=.{0,2}alert", text)
+    assert url in text and "<script>alert(1)" not in text and not re.search(r"onload=.{0,2}alert", text)
+    records = read_folder(run)
+    for rows in (records.samples, records.validated):
+        assert [row.get("prompt_images") for row in rows] == [url]

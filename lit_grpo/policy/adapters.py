@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Limit, Positive, check_fields
-from lit_grpo.policy.architecture.vision import frozen_layers, image_features, sees, small_image, tower_parameters
+from lit_grpo.policy.architecture.vision import frozen_layers, image_features, sees, small_image
 from lit_grpo.policy.weights import active_adapters, adapted_parameter, is_adapter, lora_layers
 from lit_grpo.process.packages import require
 from lit_grpo.ranks import Ranks
@@ -182,15 +182,14 @@ def _passed_over(policy: PreTrainedModel) -> list[str]:
 
     An adapter of such a layer, for example Jamba's ``dt_proj``, would be merged into an export and have no part in
     training. A layer counts as called if a layer of the same name is called, because the few tokens here do not reach
-    every expert; those of a vision tower, which sees a small image, count by themselves. An outline without weights
-    cannot be run: no layer is returned.
+    every expert. A vision tower sees a small image. An outline without weights cannot be run: no layer is returned.
     """
     linear = {name: one for name, one in policy.named_modules() if isinstance(one, torch.nn.Linear | Conv1D)}
     if not linear or any(weight.is_meta for weight in policy.parameters()):
         return []
     called = set[str]()
     hooks = [
-        module.register_forward_hook(lambda *_, name=name: called.update((name, name.rpartition(".")[2])))
+        module.register_forward_hook(lambda *_, name=name: called.add(name.rpartition(".")[2]))
         for name, module in linear.items()
     ]
     try:
@@ -201,12 +200,7 @@ def _passed_over(policy: PreTrainedModel) -> list[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    tower = {id(weight) for weight in tower_parameters(policy)} if sees(policy) else set()
-    return [
-        name
-        for name, layer in linear.items()
-        if (name if id(layer.weight) in tower else name.rpartition(".")[2]) not in called
-    ]
+    return [name for name in linear if name.rpartition(".")[2] not in called]
 
 
 def _forbidden(policy: PreTrainedModel) -> list[str]:

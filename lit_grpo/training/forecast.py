@@ -64,10 +64,13 @@ class Tower:
     passing_bytes: float = 0.0
 
     @classmethod
-    def of(cls, policy: str, demand: Demand) -> Tower:
-        """Measure towers of one layer and of two, with random weights, on white images; weights are not read."""
+    def of(cls, settings: Mapping[str, Any], demand: Demand) -> Tower:
+        """Measure towers of one layer and of two, with random weights, on white images; a run may have none."""
         import torch
 
+        if settings["vision"] == "none":
+            return cls()
+        policy = settings["policy"]
         config, tokenizer = load_config(policy), load_tokenizer(policy)
         outline = bare_model(config, vision=True)
         weights = {id(weight) for weight in tower_parameters(outline)}
@@ -476,18 +479,12 @@ def expected_bytes(settings: Mapping[str, Any], device: str) -> dict[str, Any]:
             large = config.get_text_config().hidden_size > LARGE
             with FakeTensorMode() if large else nullcontext():
                 sizes = Sizes.of(config, demand.mixed, demand.weight_bytes)
-            sizes = with_tower(sizes, settings, demand)
+            sizes = replace(sizes, tower=Tower.of(settings["model"], demand))
     except (ValueError, OSError, *RUN_FAILURES) as error:
         return {"why": first_line(error)}
     taken = forecast(sizes, demand)
     update = max(taken.update, taken.step, key=lambda parts: sum(parts.values()))
     return {"rollout": taken.resident | taken.rollout, "update": taken.resident | update}
-
-
-def with_tower(sizes: Sizes, settings: Mapping[str, Any], demand: Demand) -> Sizes:
-    """Return the sizes with those of the vision tower, if the run has one."""
-    model = settings["model"]
-    return sizes if model["vision"] == "none" else replace(sizes, tower=Tower.of(model["policy"], demand))
 
 
 def largest(sizes: Sizes, demand: Demand, field: str, limit: float, most: int = 2**20) -> int:

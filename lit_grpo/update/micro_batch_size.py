@@ -114,11 +114,13 @@ def activation_bytes(
     """Memory of a micro-batch until its backward pass, a share of whose tokens stands for images."""
     kept = kept_bytes(model, shares_prefix)
     if image_share:
-        kept += ActivationBytes(image_share * tower_bytes(model), 0.0)
+        kept += ActivationBytes(image_share * kept_of_image(model), 0.0)
     if not (model.is_gradient_checkpointing and model.training):
         return kept
     model.eval()  # without checkpointing
     of_layer = kept_bytes(model, shares_prefix) / model.config.get_text_config().num_hidden_layers
+    if image_share:
+        of_layer += ActivationBytes(image_share * kept_of_image(model) / tower_depth(model.config), 0.0)
     if selective:
         kept += ActivationBytes.measured(model, lambda num_tokens: _selected_bytes(model, shares_prefix, num_tokens))
     model.train()
@@ -137,26 +139,13 @@ def image_share(model: PreTrainedModel, prompt: Prompt, num_tokens: int) -> floa
     return prompt.token_ids.count(vision_of(model).placeholder) / (len(prompt.token_ids) + num_tokens)
 
 
-def tower_bytes(model: PreTrainedModel) -> float:
-    """Return the bytes that a trained vision tower takes for a token of an image until the backward pass; 0 if frozen.
-
-    With gradient checkpointing that is what layers begin from, and one layer's activations are computed again.
-    """
-    kept = kept_of_image(model)
-    if model.is_gradient_checkpointing and model.training:
-        model.eval()  # without checkpointing
-        kept += kept_of_image(model) / tower_depth(model.config)
-        model.train()
-    return kept
-
-
 def tower_depth(config: Any) -> int:
     sizes = config.vision_config
     return getattr(sizes, "depth", None) or sizes.num_hidden_layers
 
 
 def kept_of_image(model: PreTrainedModel) -> float:
-    """Return the bytes that autograd keeps of the vision tower for a token of an image: of a second image after one."""
+    """Return the bytes that autograd keeps of a vision tower for a token of an image; 0 if it is frozen."""
     vision, image = vision_of(model), small_image()
     one, two = (Pictures((image,) * number, b"") for number in (1, 2))
     before, after = (saved_bytes(model, partial(image_features, model, [seen])) for seen in (one, two))

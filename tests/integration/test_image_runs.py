@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,26 @@ def test_a_run_is_resumed_and_finished_with_its_tower(
     (tmp_path / "runs/shapes/checkpoints/last.ckpt").rename(tmp_path / "gone.ckpt")
     code, told = said("finish runs/shapes --gguf none --output again", capsys)  # from the exported folder
     assert code == 0, told
+
+
+def test_people_see_the_pictures_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the terminal, in W&B offline, in the report, by doctor, and what the tower takes by fit-check."""
+    import wandb
+
+    monkeypatch.chdir(tmp_path)
+    run = f"--config shapes {SHORT} --run.wandb offline --trainer.max_steps 1 --trainer.val_check_interval 1"
+    code, told = said(f"fit {run}", capsys)
+    wandb.finish()
+    assert code == 0 and "[image 48x48] How many" in told and "pad_token_id" not in told, told
+    assert len([*tmp_path.glob("runs/shapes/wandb/offline-run-*/files/media/**/*.png")]) >= 8
+    row = json.loads((tmp_path / "runs/shapes/val_samples.jsonl").read_text().splitlines()[0])
+    assert said("report runs/shapes", capsys)[0] == 0
+    assert row["prompt_images"] in (tmp_path / "runs/shapes/report.html").read_text()
+    code, told = said(f"doctor {run}", capsys)
+    assert code == 0 and "12 to 12 tokens an image" in told and "[9 x <image>]" in told, told
+    page = (tmp_path / "runs/doctor-prompts.html").read_text()
+    assert page.count("<img src=") == 3 and "48 x 48 pixels, 12 tokens" in page
+    code, told = said(f"fit-check --config shapes {SHORT} --memory 8GiB", capsys)
+    assert code == 0 and told.count("images") == 2 and "346,976 parameters" in told, told

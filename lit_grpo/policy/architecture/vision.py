@@ -254,12 +254,12 @@ def read_image(image: Any, what: str) -> bytes:
     return image
 
 
-def small_image(width: int = 64, height: int = 64) -> bytes:
+def small_image() -> bytes:
     """Return the file of a white image, with which a tower is tried."""
     from PIL import Image
 
     stream = io.BytesIO()
-    Image.new("RGB", (width, height), "white").save(stream, "PNG")
+    Image.new("RGB", (64, 64), "white").save(stream, "PNG")
     return stream.getvalue()
 
 
