@@ -220,7 +220,7 @@ def load(folder: str, trained: bool = True) -> tuple[Any, Any, Vision]:
     if name in _OF_PATCHES:
         vision = Vision.__new__(Vision)
         vision._inner, vision._processor, vision.placeholder = model.model, ByHand(name, tokenizer), PLACEHOLDER
-        vision._mutual, vision._token_types, vision._feature = mutual_of(model), "mm_token_type_ids", PLACEHOLDER
+        vision._mutual, vision._token_types, vision.feature_token = mutual_of(model), "mm_token_type_ids", PLACEHOLDER
         vision._tokenizer, vision._known = tokenizer, {}
     else:
         vision = load_vision(folder, tokenizer)

@@ -37,10 +37,12 @@ from lit_grpo.data.sources import GivenRows
 from lit_grpo.data.writing import PromptWriter
 from lit_grpo.methods.swarm import Swarm
 from lit_grpo.plugins import RunFacts, fresh
-from lit_grpo.policy.architecture.vision import Vision, mutual_of, open_image
+from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from lit_grpo.policy.architecture.vision import Vision, mutual_of, open_image, tower_parameters
 from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision
 from lit_grpo.policy.named import TINY_SHAPES
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import lora_layers
 from lit_grpo.process.values import find_foreign
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.rules import SYNCHRONOUS
@@ -156,6 +158,42 @@ def test_line_breaks_on_both_sides_of_an_image_are_the_tokens_of_a_whole_text() 
 def _begin(completion: Completion) -> int:
     """Return the place after all that was observed."""
     return completion.num_tokens - completion.segments[-1].num_tokens
+
+
+@pytest.mark.parametrize("name", table_rows(FAMILIES, []))
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_gradients_of_adapters_are_those_of_the_models_own_forward(trained: bool, name: str, tmp_path: Path) -> None:
+    """Adapters of all linear layers: of the tower where it is trained, and of the language model alone where not."""
+    model, tokenizer, vision = load(make_policy(name, tmp_path), trained)
+    add_adapters(model, LoraSettings(r=2))
+    with torch.no_grad():
+        for weight in [each for each in model.parameters() if each.requires_grad]:
+            weight.normal_(0, 0.2, generator=torch.Generator().manual_seed(weight.numel()))
+    prompts = [read(vision, tokenizer, name, "#?", [png(48, 48, seed)]) for seed in (1, 2)]
+    prompts.append(read(vision, tokenizer, name, "plain", []))
+    generator = SlotGenerator(3)
+    generator.start(PolicySpec(model, tokenizer))
+    generator.load_weights(generator.weights(), 0)
+    completions = [*decode(generator, [Request(prompt, (0,), SAMPLING) for prompt in prompts]).values()]
+    expected = _gradient(model, partial(_plain_loss, model, vision, completions))
+    rollouts = [Rollout(each.request.prompt, each, {}, 0.0) for each in completions]
+    with shared_prefixes(model):
+        actual = _gradient(model, partial(_backward, model, rollouts, True, 2000))
+    assert actual.keys() == expected.keys() and all("lora_" in each for each in expected)
+    assert any("vis" in each for each in expected) == trained
+    gap = sum(float((actual[each] - expected[each]).square().sum()) for each in expected)
+    assert gap**0.5 < 1e-4 * sum(float(each.square().sum()) for each in expected.values()) ** 0.5
+    adapted = {name.rpartition(".lora_A")[0] for name in expected if ".lora_A" in name}
+    tower = {id(weight) for weight in tower_parameters(model)}
+    layers = {name for name, each in lora_layers(model) if id(each.get_base_layer().weight) in tower}
+    layers = {name for name in layers if ".head." not in name}  # LFM2-VL does not read what its tower pools
+    assert layers <= adapted
+    linear = {
+        name.removesuffix(".base_layer")
+        for name, each in model.named_modules()
+        if type(each) is torch.nn.Linear and ".lora_" not in name and id(each.weight) in tower and ".head." not in name
+    }
+    assert layers == (linear if trained else set()), linear - layers
 
 
 def _plain_loss(model: Any, vision: Any, completions: Sequence[Completion]) -> None:

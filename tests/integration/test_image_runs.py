@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from seeing import end_turns_soon, load, make_policy, png
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from lit_grpo.__main__ import start
+from lit_grpo.policy.named import TINY_SHAPES, resolve_policy
+from lit_grpo.tasks import ShapesRows
 
 pytestmark = pytest.mark.nightly
 SHORT = "--trainer.val_check_interval 2 --data.batch_size 4 --data.train.init_args.num_rows 16"
@@ -25,6 +31,39 @@ def said(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[object, str]
             code = end.code or 0
     told = capsys.readouterr()
     return code, told.out + told.err
+
+
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+def test_adapters_are_resumed_bit_for_bit_and_merged(
+    vision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the tower too where it is trained; what is finished computes what base and adapter compute."""
+    monkeypatch.chdir(tmp_path)
+    run = f"fit --config shapes {SHORT} --model.vision {vision} --model.lora.r 4 --model.optimizer.lr 0.01"
+    assert said(f"{run} --run.name whole --trainer.max_steps 4", capsys)[0] == 0
+    assert said(f"{run} --run.name part --trainer.max_steps 2", capsys)[0] == 0
+    last = "--ckpt_path runs/part/checkpoints/last.ckpt"
+    code, told = said(f"fit --config runs/part/config.yaml {last} --trainer.max_steps 4", capsys)
+    assert code == 0, told
+    whole, part = (load_file(f"runs/{name}/policy/adapter/adapter_model.safetensors") for name in ("whole", "part"))
+    assert whole.keys() == part.keys() and all(torch.equal(whole[name], part[name]) for name in whole)
+    assert any("vision_model" in name and whole[name].any() for name in whole if "lora_B" in name) == (
+        vision == "trained"
+    )
+    code, told = said("finish runs/whole --gguf none", capsys)
+    assert code == 0, told
+    finished = "runs/whole/finished"
+    base = AutoModelForImageTextToText.from_pretrained(resolve_policy(TINY_SHAPES))
+    base.load_adapter("runs/whole/policy/adapter")
+    row = next(iter(ShapesRows(1, split="validation").rows()))
+    inputs = AutoProcessor.from_pretrained(finished)(text="<image>How many circles?:", images=[row["image"]],
+                                                     return_tensors="pt")  # fmt: skip
+    merged, untrained = (
+        AutoModelForImageTextToText.from_pretrained(place)(**inputs).logits
+        for place in (finished, resolve_policy(TINY_SHAPES))
+    )
+    assert torch.allclose(merged, base(**inputs).logits, atol=1e-4)
+    assert not torch.allclose(merged, untrained, atol=1e-2)
 
 
 @pytest.mark.parametrize("settings", ["--model.vision frozen --model.lora.r 4", "--model.vision trained"])
@@ -100,3 +139,26 @@ def test_an_environment_that_shows_images_is_trained_on_carried_and_resumed(
     assert code == 0, told
     frame = (tmp_path / "runs/shown/metrics.csv").read_text()
     assert "environments/" in frame
+
+
+def test_people_see_the_pictures_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the terminal, in W&B offline, in the report, by doctor, and what the tower takes by fit-check."""
+    import wandb
+
+    monkeypatch.chdir(tmp_path)
+    run = f"--config shapes {SHORT} --run.wandb offline --trainer.max_steps 1 --trainer.val_check_interval 1"
+    code, told = said(f"fit {run}", capsys)
+    wandb.finish()
+    assert code == 0 and "[image 48x48] How many" in told and "pad_token_id" not in told, told
+    assert len([*tmp_path.glob("runs/shapes/wandb/offline-run-*/files/media/**/*.png")]) >= 8
+    row = json.loads((tmp_path / "runs/shapes/val_samples.jsonl").read_text().splitlines()[0])
+    assert said("report runs/shapes", capsys)[0] == 0
+    assert row["prompt_images"] in (tmp_path / "runs/shapes/report.html").read_text()
+    code, told = said(f"doctor {run}", capsys)
+    assert code == 0 and "12 to 12 tokens an image" in told and "[9 x <image>]" in told, told
+    page = (tmp_path / "runs/doctor-prompts.html").read_text()
+    assert page.count("<img src=") == 3 and "48 x 48 pixels, 12 tokens" in page
+    code, told = said(f"fit-check --config shapes {SHORT} --memory 8GiB", capsys)
+    assert code == 0 and told.count("images") == 2 and "346,976 parameters" in told, told

@@ -85,9 +85,9 @@ class Vision:
             self._processor: Any = cast(Any, unchecked).from_args_and_dict(list(parts.values()), fields)
         except (ImportError, TypeError, ValueError) as error:
             raise ValueError(f"{processor_class.__name__} cannot be used: {first_line(error)}") from error
-        self._feature, self._tokenizer = int(model.config.image_token_id), tokenizer
+        self.feature_token, self._tokenizer = int(model.config.image_token_id), tokenizer
         mark: Any = tokenizer.convert_tokens_to_ids(str(getattr(self._processor, "image_token", "")))
-        self.placeholder: int = self._feature if mark in (None, tokenizer.unk_token_id) else mark
+        self.placeholder: int = self.feature_token if mark in (None, tokenizer.unk_token_id) else mark
         self._known: dict[bytes, dict[str, Any]] = {}
 
     def save(self, folder: Path) -> None:
@@ -128,12 +128,12 @@ class Vision:
             ids_1P = torch.tensor([expanded])
             grids_N3 = torch.cat([each["grid"] for each in shown])
             found, shifts = cast(Any, self._inner).get_rope_index(
-                ids_1P, image_grid_thw=grids_N3, mm_token_type_ids=(ids_1P == self._feature).int()
+                ids_1P, image_grid_thw=grids_N3, mm_token_type_ids=(ids_1P == self.feature_token).int()
             )
             positions_3P, shift = found[:, 0], -int(shifts)
         digest = blake2b(b"".join(each["digest"] for each in shown), digest_size=16).digest()
         spans, end = list[MutualSpan](), 0
-        for is_image, its in groupby(expanded, self._feature.__eq__):
+        for is_image, its in groupby(expanded, self.feature_token.__eq__):
             begin, end = end, end + len([*its])
             if is_image and self._mutual is not None:
                 spans.append(MutualSpan(begin, end, self._mutual))
@@ -142,7 +142,7 @@ class Vision:
 
     def token_types(self, input_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the argument of the model's own attention that says which tokens see one another, if any do."""
-        types_BT = (input_ids_BT == self._feature).long()
+        types_BT = (input_ids_BT == self.feature_token).long()
         return {} if self._mutual is None else {self._token_types: types_BT}
 
     def is_like(self, other: Vision) -> bool:
@@ -187,6 +187,10 @@ class Vision:
                 self._known.pop(oldest, None)
             self._known[image] = shown
         return shown
+
+    def tokens_of(self, image: bytes) -> list[int]:
+        """Return the tokens of an image, with those that a processor sets around it."""
+        return self._shown(image)["ids"]
 
     def pixels(self, pictures: Pictures) -> dict[str, torch.Tensor]:
         """Return the arguments of the tower for the images of a prompt, on the host."""
@@ -378,6 +382,15 @@ def read_image(image: Any, what: str) -> bytes:
     except ValueError as error:
         raise ValueError(f"{what} cannot be decoded ({error})") from None
     return image
+
+
+def small_image() -> bytes:
+    """Return the file of a white image, with which a tower is tried."""
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.new("RGB", (64, 64), "white").save(stream, "PNG")
+    return stream.getvalue()
 
 
 def open_image(data: bytes) -> Any:
