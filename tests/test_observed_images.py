@@ -17,7 +17,8 @@ from seeing import PLACEHOLDER, end_turns_soon, load, make_policy, plain_logits,
 
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.environments import Environments
-from lit_grpo.environments.live import Failure, NotShown, content_of
+from lit_grpo.environments.contract import EnvironmentFailed
+from lit_grpo.environments.live import NotShown, content_of
 from lit_grpo.methods.gigpo import states
 from lit_grpo.plugins import fresh
 from lit_grpo.policy.spec import PolicySpec
@@ -104,6 +105,8 @@ def test_turns_are_sampled_after_all_images(seeing: tuple[Any, Any, Any], filmed
         said = [episode.said, *(message["content"] for message in episode.messages)]
         assert shown == [part["image"] for content in said if isinstance(content, list) for part in content[1:]]
         assert len({*shown}) == len(shown)  # not the canvas as it was in the end
+        asked = Rollout(each.request.prompt, each).asked_messages
+        assert asked is not None and asked[-1]["content"][-2:] == episode.said
         sampled_T = each.versions_T != OBSERVED
         keys = np.array([request_key(each.request)], dtype=np.uint64)
         uniform_T = torch.from_numpy(uniform(keys[:, None], np.arange(each.num_tokens))[0])
@@ -253,13 +256,13 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "without a type": ({"image": pillow()}, NotShown, "returns an image by itself"),
     "without an image": ([{"type": "image"}], NotShown, "a part of type image without one"),
     "a URL": ([{"type": "image_url", "image_url": "https://a.b/c.png"}], NotShown, "neither text nor an image"),
-    "a URL as its image": (parts("https://a.b/c.png"), Failure, "nothing is downloaded"),
+    "a URL as its image": (parts("https://a.b/c.png"), EnvironmentFailed, "nothing is downloaded"),
     "a video": ([{"type": "video", "video": b""}], NotShown, "neither text nor an image"),
-    "damaged": (parts(file_of(pillow())[:40]), Failure, "cannot be decoded"),
-    "no image": (parts(b"%PDF-1.7"), Failure, "cannot be decoded"),
-    "a number": (parts(7), Failure, "of type int and no image"),
-    "an array": (parts(np.zeros((4, 4, 3))), Failure, "of type ndarray and no image"),
-    "huge": (parts(file_of(pillow("1", (9000, 9000)))), Failure, "has 9000 x 9000 pixels"),
+    "damaged": (parts(file_of(pillow())[:40]), EnvironmentFailed, "cannot be decoded"),
+    "no image": (parts(b"%PDF-1.7"), EnvironmentFailed, "cannot be decoded"),
+    "a number": (parts(7), EnvironmentFailed, "of type int and no image"),
+    "an array": (parts(np.zeros((4, 4, 3))), EnvironmentFailed, "of type ndarray and no image"),
+    "huge": (parts(file_of(pillow("1", (9000, 9000)))), EnvironmentFailed, "has 9000 x 9000 pixels"),
     "a text without one": ([{"type": "text"}], NotShown, "a content block without a text"),
 }
 

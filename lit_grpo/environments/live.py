@@ -338,7 +338,7 @@ def content_of(said: Any, who: str, sees: bool) -> Content:
 
     Raises:
         NotShown: A part is neither a text nor an image, or an image where the policy sees none.
-        Failure: An image cannot be decoded.
+        EnvironmentFailed: An image cannot be decoded.
         Exception: Whatever printing it raises.
     """
     loose = said if isinstance(said, list | tuple) else said.values() if isinstance(said, dict) else [said]
@@ -366,7 +366,7 @@ def content_of(said: Any, who: str, sees: bool) -> Content:
                 try:
                     parts.append({"type": "image", "image": read_image(part["image"], "an image")})
                 except ValueError as error:
-                    raise Failure(f"shows what cannot be used: in what {who} returns {error}") from None
+                    raise EnvironmentFailed(f"in what {who} returns {error}") from None
             case _:
                 raise NotShown(f"{who} returns content that is neither text nor an image; {_IN_PARTS}.")
     if all(part["type"] == "text" for part in parts):

@@ -132,7 +132,7 @@ class Trajectories(Plugin):
 
     traits: ClassVar[frozenset[str]] = frozenset({"evaluates"})
     _more_counts: ClassVar[tuple[str, ...]] = ()
-    _shows_images = True  # whether the generator can show them in observations
+    _shows_images = True  # in observations; of a class, whether it goes on from images at all
 
     def lead(
         self,
@@ -203,7 +203,10 @@ class Trajectories(Plugin):
         vision: Vision | None = None,
     ) -> None:
         """Try the chat template on the turns that will come."""
-        if self.chat is not None and self.chat.tokenizer is tokenizer:
+        if vision is not None and not type(self)._shows_images:
+            raise ValueError(f"{type(self).__name__} sends texts alone; leave out data.image_column and model.vision.")
+        known = self.chat is not None and self.chat.tokenizer is tokenizer
+        if known and (vision is None or self.chat.vision is not None):
             return
         kinds = self.kinds.values()
         try:

@@ -27,13 +27,10 @@ from lit_grpo.rewards.loading import load_object
 from lit_grpo.types import Completion, Request
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from lit_grpo.data.chat import Message
     from lit_grpo.data.sources import Row
     from lit_grpo.environments.agent.dialogue import Dialogue
     from lit_grpo.environments.agent.endpoint import Endpoint
-    from lit_grpo.policy.architecture.vision import Vision
 
 READING_S = 60.0
 """Seconds that reading a request may take before an idle rollout counts as a standstill."""
@@ -47,6 +44,7 @@ class Agent(Trajectories):
     """Train the policy in your own agent, which calls it through an endpoint with the APIs of OpenAI and vLLM."""
 
     _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
+    _shows_images = False
     role: ClassVar[str] = "what prompts are asked with"
     needs: ClassVar[frozenset[str]] = frozenset({"prompt_stream"})
     changes: ClassVar[Mapping[str, str]] = {
@@ -95,17 +93,6 @@ class Agent(Trajectories):
         self._endpoint = Endpoint()
         driver = functools.partial(AgentDriver, endpoint=self._endpoint)
         self.lead({None: kind}, limits, self.num_threads, self.calls, driver)
-
-    def prepare(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: Mapping[str, Any],
-        plain_rows: bool = False,
-        vision: Vision | None = None,
-    ) -> None:
-        if vision is not None:
-            raise ValueError("rollout.plugins agent sends texts alone; leave out data.image_column and model.vision.")
-        super().prepare(tokenizer, options, plain_rows)
 
     def on_policy_start(self, eos_ids: Sequence[int]) -> None:
         super().on_policy_start(eos_ids)
