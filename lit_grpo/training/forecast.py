@@ -79,10 +79,11 @@ class Tower:
         ]
         vision = Vision(outline, tokenizer, resolve_policy(policy))
         (one, whole), (two, _) = (_of_towers(config, vision, depth, demand) for depth in (1, 2))
-        image = small_image()
+        text, image = config.get_text_config(), small_image()
+        head = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size  # which Sizes has
         pixels = sum(each.nbytes for each in vision.pixels(Pictures((image,), b"")).values())
         return cls(
-            parameters=sum(weight.numel() for weight in tower_parameters(outline)),
+            parameters=outline.num_parameters() - decoder_of(outline).num_parameters() - head,
             features=sum(each.in_features + each.out_features for each in linear),
             kept_bytes=one + (tower_depth(config) - 1) * (two - one) + demand.checkpointing * whole,
             passing_bytes=whole + pixels / vision.tokens_of(image).count(vision.feature_token),

@@ -55,7 +55,7 @@ def test_the_forecast_is_above_the_measured_peaks_by_at_most_two_fifths(tmp_path
 def test_the_forecast_of_a_vision_tower_is_above_the_measured_peaks_by_at_most_two_fifths(
     vision: Any, tmp_path: Path
 ) -> None:
-    """256 prompts with a picture of 9 tokens, two completions each, whose tower keeps most of an update's memory."""
+    """160 prompts with a picture of 9 tokens, two completions each, whose tower keeps most of an update's memory."""
     shutil.copytree(resolve_policy(TINY_SHAPES), tmp_path, dirs_exist_ok=True)
     config = AutoConfig.from_pretrained(tmp_path)
     config.text_config.hidden_size = config.vision_config.hidden_size = 256
@@ -63,7 +63,7 @@ def test_the_forecast_of_a_vision_tower_is_above_the_measured_peaks_by_at_most_t
     config.vision_config.num_hidden_layers = 4
     policy = AutoModelForImageTextToText.from_config(config)
     policy.save_pretrained(tmp_path)
-    case = Case("lit_grpo", str(tmp_path), "cpu", 256, group_size=2, num_slots=64, max_tokens=4,
+    case = Case("lit_grpo", str(tmp_path), "cpu", 160, group_size=2, num_slots=64, max_tokens=4,
                 max_tokens_per_micro_batch=2048, config="shapes", vision=vision)  # fmt: skip
     figures = measured("benchmarks.memory_case", case, LEAN)
     demand = Demand(64, 2, prompt_tokens=14, max_tokens=4, micro_batch_tokens=2048, trains_tower=vision == "trained")
