@@ -94,7 +94,11 @@ def add_random_adapters(policy: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def started(case: tuple[Any, bool], policy: Any, tokenizer: Any, forked_servers: None) -> Iterator[Any]:
+def started(
+    case: tuple[Any, bool], policy: Any, tokenizer: Any, forked_servers: None, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    if case[0] is make_engine:
+        request.getfixturevalue("forked_inspections")
     generator = case[0]()
     generator.start(PolicySpec(policy, tokenizer))
     yield generator
