@@ -19,21 +19,20 @@ if TYPE_CHECKING:  # what only deals out the files need not import it
     import torch
     from transformers import PreTrainedModel
 
-SLOWEST = (
-    *("test_benchmarks", "test_real_model", "test_triton_code", "test_kill_and_resume", "test_ray"),
-    *("test_command_line", "test_two_ranks", "test_serve", "test_server_faults", "test_fsdp2", "test_generators"),
-    *("test_overlapping_modes", "test_doctor", "test_wheel", "test_notebooks", "test_stops", "test_full_disk"),
-    *("test_resume", "test_shards_on_disk", "test_terminal", "test_training_modes", "test_weight_proof"),
-    *("test_lost_ranks", "test_run_folders", "test_adapters_alone", "test_vllm_engine", "test_budgets"),
-    *("test_commands", "test_boards", "test_examples", "test_missing_packages", "test_fuzz", "test_simulation"),
-    *("test_shared_prefix", "test_reward_runner", "test_metrics", "test_sources", "test_tiny"),
-)
-"""Files that take longest begin first, so that no worker is left alone with one at the end."""
 WITH_VLLM = (
     *("test_server_faults", "test_generators", "test_overlapping_modes", "test_weight_proof", "test_vllm_engine"),
     *("test_vllm_setup", "test_vllm_gpu_paths"),
 )
 """Files whose quick tests import vLLM, which takes twice as long as torch: one worker runs them."""
+SLOWEST = (
+    *(*WITH_VLLM, "test_benchmarks", "test_real_model", "test_triton_code", "test_kill_and_resume", "test_ray"),
+    *("test_command_line", "test_two_ranks", "test_serve", "test_fsdp2", "test_doctor"),
+    *("test_wheel", "test_notebooks", "test_stops", "test_full_disk", "test_resume", "test_shards_on_disk"),
+    *("test_terminal", "test_training_modes", "test_lost_ranks", "test_run_folders", "test_adapters_alone"),
+    *("test_budgets", "test_commands", "test_boards", "test_examples", "test_missing_packages", "test_fuzz"),
+    *("test_simulation", "test_shared_prefix", "test_reward_runner", "test_metrics", "test_sources", "test_tiny"),
+)
+"""Files that take longest begin first, so that no worker is left alone with one at the end."""
 ALPHABET = "0123456789+-*=# abcdefghijklmnop?"
 
 
