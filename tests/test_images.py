@@ -323,7 +323,8 @@ def test_an_example_and_a_hint_follow_the_prompts_images(renderer: tuple[PromptR
     plain = its.render(row, tokenizer)
     example = render_example(its, tokenizer, row, "2", "all", "row 0")
     assert example.prompt_ids == plain.token_ids and example.learned_T.all()
-    assert example.pictures is not None and example.pictures.digest == plain.pictures.digest
+    assert example.pictures is not None and plain.pictures is not None
+    assert example.pictures.digest == plain.pictures.digest
     assert tokenizer.decode(example.answer_ids_T[:-1]) == "2"
     prompt = Prompt("train/0", plain.token_ids, plain.text, pictures=plain.pictures)
     begun = PromptWriter(its, tokenizer, {"train/0": row}).put_after(prompt, "12", 0.5)

@@ -205,8 +205,7 @@ class Trajectories(Plugin):
         """Try the chat template on the turns that will come."""
         if vision is not None and not type(self)._shows_images:
             raise ValueError(f"{type(self).__name__} sends texts alone; leave out data.image_column and model.vision.")
-        known = self.chat is not None and self.chat.tokenizer is tokenizer
-        if known and (vision is None or self.chat.vision is not None):
+        if (known := self.chat) is not None and known.tokenizer is tokenizer and (known.vision or vision is None):
             return
         kinds = self.kinds.values()
         try:

@@ -278,7 +278,7 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     positions_T = torch.from_numpy(_ranges(own[:, 1], own[:, 2]))
     row = PackedRow(
         input_ids_BT=torch.from_numpy(np.concatenate(tokens, dtype=np.int64))[None],
-        position_ids_BT=with_images(positions_T[None], seen),
+        position_ids_BT=with_images(positions_T[None], seen) if seen else positions_T[None],
         pictures=tuple(each.pictures for each in seen if each.pictures.images),
         stretches=tuple(stretches),
         carried=tuple(carried),
@@ -316,7 +316,8 @@ def _place(
     if part.chunk is not None:
         cut = slice(part.chunk.begin, min(part.chunk.end, completions[0].num_tokens - 1))
     seen = [completion.arrays[0][cut] for completion in completions]
-    tree = prefix_tree([completion.contents[cut] for completion in completions], least_shared)
+    has_images = any(completion.pictures for completion in completions)
+    tree = prefix_tree([each.contents[cut] for each in completions] if has_images else seen, least_shared)
     lasts = list(range(len(tree)))  # the last branch below each, which comes after it
     for own in range(len(tree) - 1, -1, -1):
         parent = tree[own].parent

@@ -98,9 +98,9 @@ def _cut_groups(
     for members in groups.values():
         prompt_ids, pictures = (prompt := rollouts[members[0]].prompt).token_ids, prompt.pictures
         whole = [member for member in members if member not in chunks]
-        bundles, lengths = _bundles(
-            [rollouts[member].completion.contents for member in whole], max_tokens, least_shared
-        )
+        own = (rollouts[member].completion for member in whole)
+        contents = [each.contents if each.pictures else each.arrays[0] for each in own]
+        bundles, lengths = _bundles(contents, max_tokens, least_shared)
         if least_counted:
             lengths = [
                 min(max(length, least_counted * len(bundle)), max_tokens)
