@@ -255,7 +255,7 @@ def test_the_estimate_of_a_run_leaves_random_numbers_as_they_are(tmp_path: Path)
             "policy": str(tmp_path), "generator": generator, "optimizer": {"class_path": "torch.optim.AdamW"},
             "lora": None, "dtype": "float32", "num_generations": 4, "sampling": {"max_tokens": 32},
             "max_tokens_per_micro_batch": "auto", "gradient_checkpointing": False, "objective": {"kl": {"beta": 0.0}},
-            "teacher": None,
+            "teacher": None, "vision": "none",
         },
     }  # fmt: skip
     before = torch.get_rng_state()
