@@ -1,4 +1,4 @@
-"""The images of prompts in small, for whoever reads samples."""
+"""The images of prompts in small, as people see them in samples."""
 
 from __future__ import annotations
 
