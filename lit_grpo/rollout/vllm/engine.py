@@ -328,7 +328,7 @@ class VLLMGenerator(EngineGenerator):
             if shown is None:
                 raise
             raise ValueError(
-                f"vLLM cannot read a prompt with images: {first_line(error)}; take lit_grpo.rollout.slots.SlotGenerator."
+                f"vLLM reads no prompt with images: {first_line(error)}; take lit_grpo.rollout.slots.SlotGenerator."
             ) from error
 
     def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
