@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lit_grpo.policy.architecture.decoder import context_length, hidden_states, logit_map, never_sample
+from lit_grpo.policy.architecture.decoder import context_length, hidden_states, never_sample, never_sampled
 from lit_grpo.policy.sharding import class_of, compute
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.update.logprobs.forward import head_logprobs
@@ -134,9 +134,10 @@ def given_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]) 
 
     They are those of the whole vocabulary, as engines score given tokens, also if some are never sampled.
     """
-    was_training, never = policy.training, logit_map(policy).never
+    was_training, never = policy.training, never_sampled(policy)
     policy.eval()
-    never_sample(policy, ())
+    if never:
+        never_sample(policy, ())
     ids_BT = torch.tensor(sequences, device=policy.device)
 
     def logprobs() -> torch.Tensor:
@@ -146,6 +147,7 @@ def given_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]) 
     try:
         logprobs_N = compute(policy, logprobs)
     finally:
-        never_sample(policy, never)
+        if never:
+            never_sample(policy, never)
     policy.train(was_training)
     return logprobs_N.float().cpu()

@@ -20,6 +20,7 @@ from lit_grpo.memory import free_bytes
 from lit_grpo.policy.architecture.vision import sees
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.files import PrivateFolder
+from lit_grpo.process.terminal import first_line
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.arguments import (
@@ -321,7 +322,14 @@ class VLLMGenerator(EngineGenerator):
         params = SamplingParams(**fields, output_kind=getattr(RequestOutputKind, output_kind))
         read: Any = {"prompt_token_ids": list(prompt)} if shown is None else shown.in_process()
         tokens = TokensPrompt(**read, cache_salt=salt)
-        self._engine.add_request(str(number), tokens, params, priority=number, lora_request=self._adapter)
+        try:
+            self._engine.add_request(str(number), tokens, params, priority=number, lora_request=self._adapter)
+        except Exception as error:
+            if shown is None:
+                raise
+            raise ValueError(
+                f"vLLM reads no prompt with images: {first_line(error)}; take lit_grpo.rollout.slots.SlotGenerator."
+            ) from error
 
     def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
         self._stop([str(self._streams.take_ticket(stream)) for stream in streams])

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 
 from lit_grpo.limits import Limit, checks_arguments
-from lit_grpo.policy.architecture.decoder import logit_map
+from lit_grpo.policy.architecture.decoder import never_sampled
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
@@ -246,7 +246,7 @@ class EngineGenerator(Versioned, ABC):
     def _fields(self, stream: EngineRequest, keyed: bool) -> dict[str, Any]:
         """Return vLLM's sampling parameters for the tokens to follow; ``keyed`` where it draws by position."""
         assert self._policy is not None
-        never = logit_map(self._policy.module).never
+        never = never_sampled(self._policy.module)
         return sampling_fields(stream.request, stream.num_begun, self._policy.eos_ids, keyed, never)
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
