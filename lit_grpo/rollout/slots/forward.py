@@ -146,7 +146,7 @@ def prefill(
     seen = [Placed(row, place, None, each) for row, of_row in enumerate(pictures) for place, each in of_row]
     there_now = [each.pictures for each in seen if each.pictures.images]
     positions_BT = torch.arange(first_position, first_position + longest, device=device).expand_as(input_ids_BT)
-    placed_BT = with_images(positions_BT, seen)
+    placed_BT = with_images(positions_BT, seen) if seen else positions_BT
     step = longest if there_now else max(1, max_tokens // len(sequences))
     begin, rows, own, final_BD = 0, len(sequences), {}, None
     while begin < longest:

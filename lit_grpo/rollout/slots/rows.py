@@ -97,7 +97,8 @@ class TokenRows:
                 self._logprobs[row, :count] = prefix.logprobs_T.numpy()
                 self.sampled[row] = prefix.num_sampled
                 self._entropy_sums[row] = prefix.entropy * prefix.num_sampled
-            self._prompt_ends[row] = request.prompt.end - sum(each.shift for _, each in prefix.pictures)
+            prompt, shift = request.prompt, sum(each.shift for _, each in prefix.pictures)
+            self._prompt_ends[row] = (len(prompt.token_ids) if prompt.pictures is None else prompt.end) - shift
         self.requests += requests
 
     def inputs(
