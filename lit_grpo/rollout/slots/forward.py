@@ -162,7 +162,7 @@ def prefill(
             piece_BT,
             image_features(policy, there_now) if there_now else None,
             position_ids=placed_BT[..., :rows, begin:end],
-            slot_cache=Forward(writer, 0, first_seen(piece_BT, seen)),
+            slot_cache=Forward(writer, 0, first_seen(piece_BT, seen) if there_now else (None, None)),
             **own,
         )
         if states is not None:
