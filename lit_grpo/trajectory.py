@@ -89,7 +89,7 @@ class Pictures:
 
     @property
     def passed(self) -> Pictures:
-        """What is left to know where they are among the tokens before: how far they shift positions."""
+        """The same without images, for tokens that come after them: how far these shift positions is left."""
         none_3P = None if self.positions_3P is None else self.positions_3P[:, :0]
         return Pictures((), self.digest, none_3P, self.shift)
 
@@ -205,7 +205,7 @@ class Trajectory:
 
     @property
     def contents(self) -> np.ndarray:
-        """What tells its tokens from those of others, int32: their ids, below 0 in observations with images.
+        """Numbers that tell its tokens from those of others, int32: their ids, below 0 in observations with images.
 
         There they are of the images' digest: placeholders of other images have the same ids.
         """

@@ -467,7 +467,7 @@ class Rollout:
 
     @property
     def said(self) -> str | list[dict[str, Any]]:
-        """What the environment's ``reset`` added to the prompt, in parts if there are images; empty without one."""
+        """Text or parts that the environment's ``reset`` added to the prompt; empty without one."""
         return "" if self.completion.episode is None else self.completion.episode.said
 
     @property

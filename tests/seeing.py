@@ -14,8 +14,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from lit_grpo.policy.architecture.vision import Vision, give_vision, mutual_of, open_image
-from lit_grpo.policy.loading import load_tokenizer, load_vision
+from lit_grpo.policy.architecture.vision import Vision, give_vision, open_image
+from lit_grpo.policy.loading import load_tokenizer, load_vision, mutual_of
 from lit_grpo.types import Completion, Prompt
 
 PLACEHOLDER = 300
@@ -220,7 +220,7 @@ def load(folder: str, trained: bool = True) -> tuple[Any, Any, Vision]:
     if name in _OF_PATCHES:
         vision = Vision.__new__(Vision)
         vision._inner, vision._processor, vision.placeholder = model.model, ByHand(name, tokenizer), PLACEHOLDER
-        vision._mutual, vision._token_types, vision.feature_token = mutual_of(model), "mm_token_type_ids", PLACEHOLDER
+        vision.mutual, vision._token_types, vision.feature_token = mutual_of(model), "mm_token_type_ids", PLACEHOLDER
         vision._tokenizer, vision._known = tokenizer, {}
     else:
         vision = load_vision(folder, tokenizer)

@@ -38,8 +38,8 @@ from lit_grpo.data.writing import PromptWriter
 from lit_grpo.methods.swarm import Swarm
 from lit_grpo.plugins import RunFacts, fresh
 from lit_grpo.policy.adapters import LoraSettings, add_adapters
-from lit_grpo.policy.architecture.vision import Vision, mutual_of, open_image, tower_parameters
-from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision
+from lit_grpo.policy.architecture.vision import Vision, open_image, tower_parameters
+from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision, mutual_of
 from lit_grpo.policy.named import TINY_SHAPES
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import lora_layers

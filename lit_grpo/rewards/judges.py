@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from lit_grpo.data.chat import without_files
 from lit_grpo.limits import Limit, check_value, checks_arguments
 from lit_grpo.rewards.builtin import compile_pattern, last_answer
 from lit_grpo.rewards.judge_client import Judge, PartlyRead
@@ -320,6 +319,8 @@ class RubricJudge(Judge):
             criteria = _criteria(f"column {self._column!r}", columns[self._column])
         assert criteria is not None
         shown = {name: columns[name] for name in self._show}
+        from lit_grpo.data.chat import without_files  # importing rewards imports nothing heavy
+
         said = completion if episode is None else without_files(episode.messages)
         ids, _ = _draw(len(criteria), prompt, shown, said, criteria)
         document = {

@@ -13,7 +13,7 @@ from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of
 from lit_grpo.policy.architecture.outline import bare_model
 from lit_grpo.policy.architecture.states import state_bytes
 from lit_grpo.policy.architecture.vision import Vision, give_vision, small_image, tower_parameters
-from lit_grpo.policy.loading import load_config, load_tokenizer
+from lit_grpo.policy.loading import load_config, load_tokenizer, mutual_of
 from lit_grpo.policy.named import resolve_policy
 from lit_grpo.process.terminal import first_line
 from lit_grpo.process.urls import is_url
@@ -77,7 +77,7 @@ class Tower:
         linear = [
             each for each in outline.modules() if isinstance(each, torch.nn.Linear) and id(each.weight) in weights
         ]
-        vision = Vision(outline, tokenizer, resolve_policy(policy))
+        vision = Vision(outline, tokenizer, resolve_policy(policy), mutual_of(outline))
         (one, whole), (two, _) = (_of_towers(config, vision, depth, demand) for depth in (1, 2))
         text, image = config.get_text_config(), small_image()
         head = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size  # which Sizes has

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
 
 _VISION = "_lit_grpo_vision"
 _SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-_MUTUAL = {("gemma3", False): True, ("gemma4", "vision"): False}
-"""Families, with ``use_bidirectional_attention``, in which the tokens of an image see one another.
-
-They do so in all layers (True), or in those with a sliding window.
-"""
 _MOST_KNOWN = 64  # images of which the tokens are kept
 _NEEDS_PILLOW = "A policy that sees images needs Pillow; run pip install pillow."
 
@@ -45,19 +40,22 @@ class Vision:
         model: The policy or an outline of it; for M-RoPE its positions are taken from it.
         tokenizer: Tokenizer of the policy, which encodes the expanded texts.
         place: Folder or hub id with the settings of its image processor.
+        mutual: Whether the tokens of an image see one another in all layers, or only in those with a sliding window;
+            None if they see only what comes before them.
 
     Raises:
-        ValueError: The policy has no vision tower or its images attend in a way that is not known here, or ``place``
-            has no settings of an image processor.
+        ValueError: The policy has no vision tower, or ``place`` has no settings of an image processor.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, place: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, place: str, mutual: bool | None = None
+    ) -> None:
         require("PIL", _NEEDS_PILLOW)
         from transformers import AutoImageProcessor
         from transformers.models.auto import processing_auto
 
         self._inner, kind = inner_model(model), model.config.model_type
-        self._mutual, arguments = mutual_of(model), signature(self._inner.forward).parameters
+        arguments, self.mutual = signature(self._inner.forward).parameters, mutual
         self._token_types = "token_type_ids" if "token_type_ids" in arguments else "mm_token_type_ids"
         name = processing_auto.PROCESSOR_MAPPING_NAMES.get(kind)
         try:
@@ -98,7 +96,7 @@ class Vision:
 
     @property
     def settings(self) -> str:
-        """How it makes pixels, as JSON."""
+        """Settings by which it makes pixels, as JSON."""
         return self._processor.image_processor.to_json_string()
 
     def read(self, token_ids: Sequence[int], given: Sequence[Any]) -> tuple[list[int], Pictures]:
@@ -135,15 +133,15 @@ class Vision:
         spans, end = list[MutualSpan](), 0
         for is_image, its in groupby(expanded, self.feature_token.__eq__):
             begin, end = end, end + len([*its])
-            if is_image and self._mutual is not None:
-                spans.append(MutualSpan(begin, end, self._mutual))
+            if is_image and self.mutual is not None:
+                spans.append(MutualSpan(begin, end, self.mutual))
         more = len(expanded), tuple(spans), tuple(token_ids)
         return expanded, Pictures(tuple(images), digest, positions_3P, shift, *more)
 
     def token_types(self, input_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the argument of the model's own attention that says which tokens see one another, if any do."""
         types_BT = (input_ids_BT == self.feature_token).long()
-        return {} if self._mutual is None else {self._token_types: types_BT}
+        return {} if self.mutual is None else {self._token_types: types_BT}
 
     def is_like(self, other: Vision) -> bool:
         """Return whether another policy has the same tokens for images; those of two made-up ones are compared."""
@@ -203,22 +201,6 @@ class Vision:
         """Leave out what is of the text."""
         own = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_position_ids")
         return {name: inputs[name] for name in own if name in inputs}
-
-
-def mutual_of(model: PreTrainedModel) -> bool | None:
-    """Return whether tokens of an image see one another in all layers (True), or where these slide; None if nowhere.
-
-    Raises:
-        ValueError: Tokens see others in both directions in another way.
-    """
-    both_ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None) or False
-    mutual = _MUTUAL.get((model.config.model_type, both_ways))
-    if mutual is None and (both_ways or "token_type_ids" in signature(inner_model(model).forward).parameters):
-        raise ValueError(
-            f"Tokens of {type(model).__name__} see others in both directions in a way that is not supported; take "
-            "another policy, or train on texts alone."
-        )
-    return mutual
 
 
 def _any(*_: object) -> None:

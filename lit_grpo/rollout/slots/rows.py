@@ -211,7 +211,7 @@ class TokenRows:
         return self._tokens[row, : self.counts[row]]
 
     def contents(self, row: int) -> np.ndarray:
-        """What tells the tokens of a row from those of others, see :attr:`lit_grpo.types.Trajectory.contents`."""
+        """Return what tells the tokens of a row from others, see :attr:`lit_grpo.types.Trajectory.contents`."""
         return self.trajectory(row).contents if self.requests[row].prefix.pictures else self.token_ids(row)
 
     def with_stop_string(

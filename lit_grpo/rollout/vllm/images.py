@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_grpo.policy.architecture.vision import mutual_of, open_image, read_image, sees
+from lit_grpo.policy.architecture.vision import open_image, read_image, sees, vision_of
 from lit_grpo.rollout.vllm.arguments import drafting
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def check_sees(policy: PolicySpec, arguments: Mapping[str, Any]) -> None:
     """Raise a ValueError if vLLM with these arguments would not see a policy's images as the policy does."""
     if not sees(policy.module):
         return
-    if mutual_of(policy.module) is not None:
+    if vision_of(policy.module).mutual is not None:
         raise ValueError(
             f"In {type(policy.module).__name__} the tokens of an image see one another, and vLLM has not been compared "
             "there; take lit_grpo.rollout.slots.SlotGenerator."
