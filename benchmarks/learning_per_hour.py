@@ -8,6 +8,9 @@ many updates as TRL; with *settings of its own* it takes what TRL does not have,
 update: imports and loading are left out on both sides, and so is keeping policies, which are scored afterwards on
 held-out rows by one and the same program.
 
+``shapes_vs_trl`` is the same beside a task of pictures, whose vision tower both sides train; it has no settings of its
+own. Its memory is the peak above the process at the beginning of training, and above gradients and AdamW's moments.
+
 A time is that in which the mean curve of a side, with straight lines between the kept policies, first comes to where
 TRL's ends.
 """
@@ -30,7 +33,7 @@ from benchmarks.learning_callbacks import CLOCK, KeepPolicies
 from benchmarks.learning_runs import LearningRun, Run, kept_runs, read_curves, train_all
 from benchmarks.lines import distinct
 from benchmarks.policy_scores import SCORES, TEMPERATURES, Scoring
-from benchmarks.report import ROOT, Claim, Options, Row, finish, need, parse_options
+from benchmarks.report import ROOT, Claim, Options, Row, finish, need, options_parser
 from benchmarks.trl_run import TRLRun
 
 PICTURE = ROOT / "docs" / "pictures" / "learning_per_hour.svg"
@@ -42,8 +45,8 @@ T_QUANTILE = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
 """By the number of seeds: what a 95% interval of a mean takes of its standard error."""
 
 
-Setting = tuple[int, bool, bool]
-"""Of TRL: rows of a micro-batch, whether it decodes by continuous batching, and whether its head takes its GPU path."""
+Setting = dict[str, Any]
+"""Of TRL, as fields of its run."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Task:
 
     Where a few completions are very long ``generate`` takes three times as long as continuous batching, and many rows
     take longer than few, as an earlier run has shown: neither is tried again. ``own`` are arguments of our settings of
-    its own, and ``own_updates`` how long these train.
+    its own, and ``own_updates`` how long these train; 0 if there are none. Of a policy of so many ``parameters`` memory
+    is compared too.
     """
 
     config: str
@@ -61,6 +65,7 @@ class Task:
     tried: tuple[Setting, ...]
     own: Mapping[str, Any]
     own_updates: int
+    parameters: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,27 @@ TASKS = (
         "arithmetic",
         60,
         2176,
-        ((32, True, True), *((rows, False, True) for rows in (8, 16, 32, 64)), (16, False, False)),
+        (
+            {"rows": 32, "continuous": True},
+            *({"rows": rows} for rows in (8, 16, 32, 64)),
+            {"rows": 16, "gpu_head": False},
+        ),
         DARS,
         90,
     ),
-    Task("knights", 12, 512, ((8, True, True), (16, True, True)), {}, 18),
+    Task("knights", 12, 512, ({"rows": 8, "continuous": True}, {"rows": 16, "continuous": True}), {}, 18),
 )
+OF_SHAPES = (
+    *({"rows": rows} for rows in (16, 32, 64, 128)),
+    {"rows": 128, "gpu_head": False},
+    {"rows": 128, "bf16": True},
+)
+"""Continuous batching takes no images."""
+SHAPES = Task("shapes", 42, 512, OF_SHAPES, {}, 0, parameters=346_976)
+STUDIES: dict[str, tuple[tuple[Task, ...], Size]] = {
+    "learning_per_hour": (TASKS, FULL),
+    "shapes_vs_trl": ((SHAPES,), Size((20, 21, 22), 16, 8, 3)),
+}
 
 
 @dataclass(frozen=True)
@@ -99,44 +119,51 @@ class Scored:
     tokens_U: np.ndarray
     cpu_s_U: np.ndarray
     wall_s_U: np.ndarray
+    peak_mib_U: np.ndarray
 
 
-def main(options: Options) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Train all, score all, draw, and judge."""
-    size, tasks = FULL, TASKS
+    parser = options_parser(__doc__ or "")
+    parser.add_argument("study", nargs="?", choices=STUDIES, default="learning_per_hour")
+    asked = parser.parse_args(arguments)
+    options, study = Options(asked.quick, asked.device, asked.policy, asked.output), asked.study
+    tasks, size = STUDIES[study]
     if options.quick:
-        fewer = DARS | {"--model.num_generations": 2}
-        size, tasks = QUICK, (replace(TASKS[0], updates=2, held_out=16, own=fewer, own_updates=2),)
+        own = DARS | {"--model.num_generations": 2} if tasks[0].own else {}
+        size, tasks = QUICK, (replace(tasks[0], updates=2, held_out=16, own=own, own_updates=2 * bool(own)),)
     rows: list[Row] = []
     claims: list[Claim] = []
     settings: Row = {"prompts": size.prompts, "group": size.group, "seeds": len(size.seeds), "threads": 1}
-    with kept_runs("learning_per_hour", options) as folder:
+    with kept_runs(study, options) as folder:
         for task in tasks:
             best, seconds = _best_settings(task, task.tried[1:2] if options.quick else task.tried, size, folder)
             settings |= {f"updates, {task.config}": task.updates, f"held out, {task.config}": task.held_out}
-            own = " ".join(map(str, (*chain(*task.own.items()), "--trainer.max_steps", task.own_updates)))
-            settings[f"settings of its own, {task.config}"] = own
+            if task.own_updates:
+                own = " ".join(map(str, (*chain(*task.own.items()), "--trainer.max_steps", task.own_updates)))
+                settings[f"settings of its own, {task.config}"] = own
             settings |= {f"TRL on {task.config}, s an update, {name}": each for name, each in seconds.items()}
             settings[f"TRL on {task.config}"] = _label(best)
             of_task = _train(task, best, size, folder)
             level = float(_mean(of_task[THEIRS], "greedy_U")[-1])
             rows += [row for system, scored in of_task.items() for row in _rows(task, system, scored, level)]
             claims += ([] if options.quick else _time_claims(task, of_task, level)) + _end_claims(task, of_task)
-    if options.output is not None or not options.quick:  # a quick run leaves the docs' picture as it is
+            claims += _cost_claims(task, of_task, folder)
+    if study == PICTURE.stem and (options.output is not None or not options.quick):  # a quick run leaves the docs' own
         draw(rows, PICTURE if options.output is None else options.output.with_suffix(".svg"))
-    return finish("learning_per_hour", options, settings, rows, claims)
+    return finish(study, options, settings, rows, claims, f"learning_per_hour {study}".replace(f" {PICTURE.stem}", ""))
 
 
 def _label(run: TRLRun) -> str:
     decoding, head = "continuous batching" if run.continuous else "generate", "GPU" if run.gpu_head else "CPU"
-    return f"{run.rows} rows, {decoding}, head of {head}"
+    return f"{run.rows} rows, {decoding}, head of {head}" + ", bfloat16" * run.bf16
 
 
 def _best_settings(task: Task, tried: Sequence[Setting], size: Size, folder: Path) -> tuple[TRLRun, dict[str, float]]:
     """Return the setting of TRL that is fastest, and the CPU seconds of an update of each."""
     runs = []
     for setting in tried:
-        run = TRLRun("", task.config, 0, size.tried_updates, *setting, size.prompts, size.group)
+        run = TRLRun("", task.config, 0, size.tried_updates, **setting, prompts=size.prompts, group=size.group)
         runs.append(replace(run, name="-".join(["tried", task.config, *_label(run).replace(",", "").split()])))
     train_all(runs, folder)
     seconds = {}
@@ -152,13 +179,19 @@ def _train(task: Task, best: TRLRun, size: Size, folder: Path) -> dict[str, list
     scorings: list[Run] = []
     for seed in size.seeds:
         theirs = replace(best, name=_name(task, THEIRS, seed), seed=seed, updates=task.updates)
-        of_seed = [theirs, *(_ours(task, system, seed, size) for system in (OURS, OWN))]
+        of_seed = [theirs, *(_ours(task, system, seed, size) for system in _sides(task))]
         runs += of_seed
         names = tuple(run.name for run in of_seed)
         scorings.append(Scoring(_scores(task, seed), names, task.config, task.held_out))
     train_all(runs, folder)
     train_all(scorings, folder)
-    return {system: [_scored(folder, task, system, seed) for seed in size.seeds] for system in (OURS, OWN, THEIRS)}
+    sides = (*_sides(task), THEIRS)
+    return {system: [_scored(folder, task, system, seed) for seed in size.seeds] for system in sides}
+
+
+def _sides(task: Task) -> tuple[str, ...]:
+    """Ours."""
+    return (OURS, OWN) if task.own_updates else (OURS,)
 
 
 def _name(task: Task, system: str, seed: int) -> str:
@@ -202,15 +235,22 @@ def _scored(folder: Path, task: Task, system: str, seed: int) -> Scored:
         tokens_U = read_curves(folder / name).tokens_U[updates]
     greedy_U, sampled_U = ([scores[update].get(kind, math.nan) for update in updates] for kind in TEMPERATURES)
     cpu_s_U, wall_s_U = ([clock[update][kind] for update in updates] for kind in ("cpu_s", "wall_s"))
-    return Scored(*map(np.array, (greedy_U, sampled_U, updates, tokens_U, cpu_s_U, wall_s_U)))
+    peak_mib_U = [_above_state(task, clock[update]) if update else math.nan for update in updates]
+    return Scored(*map(np.array, (greedy_U, sampled_U, updates, tokens_U, cpu_s_U, wall_s_U, peak_mib_U)))
+
+
+def _above_state(task: Task, line: Mapping[str, float]) -> float:
+    """MiB of a run's peak above the idle process, gradients and moments."""
+    return 1024 * (line["peak_gib"] - line["idle_gib"]) - 12 * (task.parameters or 0) / 2**20
 
 
 def _time_claims(task: Task, found: dict[str, list[Scored]], level: float) -> list[Claim]:
     """Of the time to where TRL's mean ends, and, on equal terms, where the better end is chance, to the lower end."""
     claims = []
     both = min(level, float(_mean(found[OURS], "greedy_U")[-1]))
+    of_own = [(OWN, level, "where TRL's mean ends, settings of its own")]
     for system, where, what in (
-        (OWN, level, "where TRL's mean ends, settings of its own"),
+        *(of_own if OWN in found else ()),
         (OURS, level, "where TRL's mean ends, equal terms"),
         (OURS, both, "where the lower of both means ends, equal terms"),
     ):
@@ -230,6 +270,27 @@ def _end_claims(task: Task, found: dict[str, list[Scored]]) -> list[Claim]:
     return claims
 
 
+def _cost_claims(task: Task, found: dict[str, list[Scored]], folder: Path) -> list[Claim]:
+    """Of a whole run at equal updates: CPU seconds over TRL's, by seed, and the peak over that of TRL's least."""
+    if task.parameters is None:
+        return []
+    pairs = list(zip(found[OURS], found[THEIRS], strict=True))
+    ratios = [float(ours.cpu_s_U[-1] / theirs.cpu_s_U[-1]) for ours, theirs in pairs]
+    text = f"{task.config}: CPU seconds of as many updates over TRL's"
+    claims = [
+        Claim(f"{text}, {kind}", value, "<=", 0.5)
+        for kind, value in (("median of the seeds", statistics.median(ratios)), ("highest", max(ratios)))
+    ]
+    tried = [_above_state(task, _clock(each)[-1]) for each in folder.glob(f"tried-{task.config}-*")]
+    ours, theirs = (max(float(each.peak_mib_U[-1]) for each in found[side]) for side in (OURS, THEIRS))
+    text = f"{task.config}: peak above state ({ours:.0f} MiB, highest of the seeds) over"
+    return [
+        *claims,
+        Claim(f"{text} that of TRL's fastest setting ({theirs:.0f} MiB)", ours / theirs, "<=", 1.0),
+        Claim(f"{text} that of its most frugal one ({min(tried):.0f} MiB)", ours / min(tried), "<=", 1.0),
+    ]
+
+
 def _difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
     """The difference of the means, and half of its 95% interval (Welch's, with the fewest degrees of freedom)."""
     error = sum(statistics.variance(ends) / len(ends) for ends in (ours, theirs)) ** 0.5
@@ -246,6 +307,9 @@ def _rows(task: Task, system: str, seeds: Sequence[Scored], level: float) -> lis
             if math.isnan(values[0]):
                 continue
             row |= {kind: statistics.fmean(values), f"{kind}_least": min(values), f"{kind}_most": max(values)}
+        if task.parameters is not None and update:
+            row |= {"above_state_mib": float(_mean(seeds, "peak_mib_U")[place])}
+            row |= {f"cpu_s_{kind.__name__}": float(kind(each.cpu_s_U[place] for each in seeds)) for kind in (min, max)}
         rows.append(row | {name: float(_mean(seeds, f"{name}_U")[place]) for name in TIMES})
     there = {name: _first(seeds, f"{name}_U", level) for name in TIMES}
     return [*rows, {"task": task.config, "system": system, "update": "where TRL's ends", "greedy": level, **there}]
@@ -293,6 +357,5 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    assert __doc__ is not None
     need("trl")
-    sys.exit(main(parse_options(__doc__)))
+    sys.exit(main())

@@ -33,7 +33,8 @@ System = Literal["lit_grpo", "generate", "TRL"]
 class Case:
     """The case of one process.
 
-    The prompts are exercises of the demo, or those of a configuration. ``rows`` are those of TRL's micro-batch.
+    The prompts are exercises of the demo, or those of a configuration, with images if ours has ``vision``. ``rows`` are
+    those of TRL's micro-batch.
     """
 
     system: System
@@ -46,6 +47,7 @@ class Case:
     max_tokens_per_micro_batch: int
     config: str | None = None
     rows: int = 4
+    vision: Literal["none", "frozen", "trained"] = "none"
 
     @property
     def source(self) -> RowSource:
@@ -112,9 +114,11 @@ def run_lit_grpo(case: Case) -> None:
         num_generations=case.group_size,
         sampling=SamplingParams(max_tokens=case.max_tokens),
         max_tokens_per_micro_batch=case.max_tokens_per_micro_batch,
+        vision=case.vision,
     )
     trainer = quiet_trainer(case.device, [RolloutScheduler(), WeightSync(), PhaseProbe()], max_steps=1)
-    data = PromptDataModule(policy=case.policy, train=case.source, batch_size=case.num_prompts)
+    column = None if case.vision == "none" else "image"
+    data = PromptDataModule(case.policy, train=case.source, batch_size=case.num_prompts, image_column=column)
     trainer.fit(module, datamodule=data)
 
 

@@ -15,12 +15,12 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.learning_callbacks import POLICIES
 from benchmarks.rollouts import roll_out, slots
 from benchmarks.shipped_tasks import ShippedTask
-from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.architecture.vision import give_vision
+from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision
 from lit_grpo.types import SamplingParams
 
 SCORES = "scores.json"
@@ -48,10 +48,13 @@ def main(scoring: Scoring) -> None:
     tokenizer = load_tokenizer(task.policy)
     prompts = task.prompts(tokenizer, task.rows("validation", scoring.held_out))
     max_tokens, exact_match = task.model["sampling"]["max_tokens"], task.reward
+    sees = prompts[0].pictures is not None
     known: dict[tuple[str, str], float] = {}  # runs begin with one and the same policy
 
     def score(folder: Path, kinds: Iterable[str]) -> dict[str, float]:
-        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        policy = load_policy(str(folder), vision=sees)
+        if sees:
+            give_vision(policy, load_vision(task.policy, tokenizer))
         which = sha256(b"".join(weight.numpy().tobytes() for weight in policy.state_dict().values())).hexdigest()
         generator = slots(policy, tokenizer, num_slots=128)
         for kind in kinds:

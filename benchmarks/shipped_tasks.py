@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from benchmarks.report import ROOT
-from lit_grpo.data.chat import render_chat
-from lit_grpo.data.control import ControlTokens
+from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.policy.loading import load_vision
 from lit_grpo.policy.named import resolve_policy
 from lit_grpo.rewards import ExactMatch
-from lit_grpo.tasks import ArithmeticRows, KnightsRows, WordProblemRows
+from lit_grpo.tasks import ArithmeticRows, KnightsRows, ShapesRows, WordProblemRows
 from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SOURCES = {source.__name__: source for source in (ArithmeticRows, KnightsRows, WordProblemRows)}
+SOURCES = {source.__name__: source for source in (ArithmeticRows, KnightsRows, ShapesRows, WordProblemRows)}
 Row = dict[str, Any]
 
 
@@ -58,10 +58,10 @@ class ShippedTask:
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list[Prompt]:
         """Tokenize prompts as in training: texts as they are, conversations by the tokenizer's chat template."""
-        prompts = []
+        column = self.settings["data"].get("image_column")
+        vision = None if column is None else load_vision(self.policy, tokenizer)
+        renderer, prompts = PromptRenderer(image_column=column, vision=vision), []
         for number, row in enumerate(rows):
-            prompt = row["prompt"]
-            text = prompt if isinstance(prompt, str) else render_chat(prompt, tokenizer, {})
-            token_ids = ControlTokens.of(tokenizer).encode(text, add_special_tokens=isinstance(prompt, str))
-            prompts.append(Prompt(f"{self.name}/{number}", tuple(token_ids), str(prompt), row))
+            made = renderer.rendered(row, tokenizer)
+            prompts.append(Prompt(f"{self.name}/{number}", made.token_ids, made.text, row, pictures=made.pictures))
         return prompts

@@ -26,7 +26,8 @@ class TRLRun:
     """One run.
 
     ``rows`` are those of a micro-batch, ``continuous`` decodes by transformers' continuous batching instead of
-    ``generate``, and ``gpu_head`` makes the LM head take the path that it takes on a GPU, which scores no prompt token.
+    ``generate``, ``gpu_head`` makes the LM head take the path that it takes on a GPU, which scores no prompt token, and
+    ``bf16`` computes in bfloat16.
     """
 
     name: str
@@ -36,6 +37,7 @@ class TRLRun:
     rows: int
     continuous: bool = False
     gpu_head: bool = True
+    bf16: bool = False
     prompts: int = 16
     group: int = 16
     alone: bool = False
@@ -108,7 +110,7 @@ def _config(run: TRLRun, model: dict[str, Any]) -> Any:
         use_transformers_continuous_batching=run.continuous,
         transformers_continuous_batching_config=_batching(per_step, model["sampling"]["max_tokens"]),
         use_cpu=True,
-        bf16=False,
+        bf16=run.bf16,
         gradient_checkpointing=False,
         save_strategy="no",
         report_to=[],

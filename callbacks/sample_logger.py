@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_grpo.display.due import is_due
-from lit_grpo.display.samples import Sample, Samples, transcript
+from lit_grpo.display.pictures import from_data_url, last_turn, strip, without_images
+from lit_grpo.display.samples import Sample, Samples, as_text, transcript
 from lit_grpo.display.screen import the_console
 from lit_grpo.faults import forget_after, json_line, writable
 from lit_grpo.faults.observers import Observer
@@ -25,6 +26,7 @@ from lit_grpo.process.urls import masked
 from lit_grpo.rewards.function import RewardFunction
 from lit_grpo.types import Prompt, PromptBatch, Rollout
 
+IMAGES = "prompt_images"
 USUAL = ("answer", "solution", "ground_truth", "target", "label", "reference")
 """Columns with the expected answer, for runs whose reward functions name no column."""
 
@@ -36,7 +38,8 @@ class SampleLogger(Observer):
     the prompt's last user message; the beginning and end of the completion; and the columns that reward functions use,
     or a column named ``answer``, ``solution``, ``ground_truth``, ``target``, ``label`` or ``reference``. Files and
     loggers have the full texts, the value of each reward function as ``rewards/NAME``, and all columns of the data as
-    ``columns/NAME``.
+    ``columns/NAME``. Images of a prompt are shown in small: ``samples.jsonl`` has them in ``prompt_images`` as one
+    PNG file, side by side, and W&B's table shows them. On the terminal an image is ``[image 640x480]``.
 
     Each validation adds completions of the first validation prompts, the same ones every time, to ``val_samples.jsonl``
     and to the loggers as ``val_samples``. The best and the worst one of the last validation are shown on the terminal
@@ -130,9 +133,14 @@ class SampleLogger(Observer):
         folder, step, rows = Path(trainer.default_root_dir), trainer.global_step, masked(rows)
         with (folder / f"{table}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json_line(row) for row in rows)
+        pictures = [row.pop(IMAGES, None) for row in rows]
         for logger in trainer.loggers:
             if (log_table := getattr(logger, "log_table", None)) is not None:  # W&B and trackio
-                log_table(table, columns=list(rows[0]), data=_cells(rows), step=step)
+                columns, cells = list(rows[0]), _cells(rows)
+                if any(pictures) and isinstance(logger, WandbLogger):
+                    columns.append(IMAGES)
+                    cells = [[*row, _picture(url)] for row, url in zip(cells, pictures, strict=True)]
+                log_table(table, columns=columns, data=cells, step=step)
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text(table, _markdown(rows), step)
 
@@ -151,7 +159,7 @@ def _best_and_worst(rollouts: Iterable[Rollout], worst_first: int) -> list[Rollo
 def _sample(rollout: Rollout, rewards: Sequence[RewardFunction], prompt_column: str) -> Sample:
     completion = rollout.completion
     return Sample(
-        prompt=_last_turn(rollout.prompt, prompt_column) + rollout.said,
+        prompt=_last_turn(rollout.prompt, prompt_column) + as_text(rollout.said),
         completion=completion.text if completion.episode is None else transcript(completion.episode.messages),
         tokens=completion.num_sampled,
         finish=completion.finish_reason,
@@ -166,6 +174,8 @@ def _last_turn(prompt: Prompt, column: str) -> str:
     """Return the last user message without its chat template; for a prompt that was altered, the whole prompt."""
     if prompt.altered:
         return prompt.text
+    if prompt.pictures is not None:
+        return last_turn(prompt)
     turns = [turn["content"] for turn in prompt.messages or () if turn["role"] == "user"]
     asked = turns[-1] if turns else prompt.columns.get(column)
     return asked if isinstance(asked, str) and asked.strip() in prompt.text else prompt.text
@@ -179,6 +189,8 @@ def _reference(columns: dict[str, Any], rewards: Sequence[RewardFunction]) -> di
 
 
 def _row(step: int, rollout: Rollout) -> dict[str, Any]:
+    columns, pictures = rollout.prompt.columns, rollout.prompt.pictures
+    columns = columns if pictures is None else without_images(columns)
     return {
         "step": step,
         "prompt_id": rollout.prompt.prompt_id,
@@ -192,8 +204,9 @@ def _row(step: int, rollout: Rollout) -> dict[str, Any]:
         "reward": rollout.reward,
         "advantage": rollout.advantage,
         **{f"rewards/{name}": value for name, value in rollout.rewards.items()},
-        **{f"columns/{name}": value for name, value in rollout.prompt.columns.items()},
+        **{f"columns/{name}": value for name, value in columns.items()},
         **rollout.extra,
+        **({} if pictures is None else {IMAGES: strip(pictures)}),
     }
 
 
@@ -207,6 +220,13 @@ def _cells(rows: list[dict[str, Any]]) -> list[list[Any]]:
     """Return rows for W&B's tables, in which a column has one type: numbers, or text."""
     numbers = {name for name in rows[0] if all(type(row[name]) in (int, float, type(None)) for row in rows)}
     return [[value if name in numbers else _text(value) for name, value in row.items()] for row in rows]
+
+
+def _picture(url: str | None) -> Any:
+    """Return W&B's picture of a data URL."""
+    from wandb import Image
+
+    return None if url is None else Image(from_data_url(url))
 
 
 def _text(value: Any) -> str | None:

@@ -29,6 +29,7 @@ from lit_grpo.compatibility import SHARDS, Clash, Requirement, check_clashes, ch
 from lit_grpo.limits import Completions, check_value
 from lit_grpo.policy.architecture.vision import sees
 from lit_grpo.process.terminal import first_line
+from lit_grpo.process.urls import is_url
 from lit_grpo.strategies.fsdp2 import FSDP2Strategy
 from lit_grpo.strategies.ray import check_environment, ray_strategies
 from lit_grpo.types import Prompt, SamplingParams
@@ -465,24 +466,30 @@ def check_images(
     prompts: Mapping[str, Sequence[Prompt]],
     policy: PreTrainedModel,
     generator: Generator,
-    has_teacher: bool,
+    teacher: str,
     settings: LearnerSettings,
+    observes: bool,
 ) -> None:
-    """Refuse prompts with images where a part of the run cannot see them, and a tower that sees none in training."""
+    """Refuse images where a part of the run cannot see them, and a tower that sees none in training.
+
+    Where the run ``observes``, tools and environments may show images too.
+    """
     shown = next((each for rows in prompts.values() for each in rows if each.pictures is not None), None)
     if shown is None:
-        if sees(policy) and "train" in prompts:
+        if not sees(policy):
+            return
+        if "train" in prompts and not observes:
             raise ValueError(
                 "model.vision loads a vision tower, and no prompt of data.train has an image; name the column with the "
                 "images in data.image_column, or leave model.vision out."
             )
-        return
-    needs, decoder = f"prompt {shown.prompt_id!r} has images", type(generator).__name__
+    needs = "model.vision is set" if shown is None else f"prompt {shown.prompt_id!r} has images"
+    decoder = type(generator).__name__
     check_clashes(
         [
             Clash(needs, "model.vision is none", not sees(policy), "set model.vision to frozen or trained"),
             Clash(needs, f"{decoder} decodes texts alone", "images" not in generator.abilities, "use SlotGenerator"),
-            Clash(needs, "model.teacher is shown texts alone", has_teacher),
+            Clash(needs, "a server of model.teacher is shown texts alone", is_url(teacher), "take a model's files"),
             Clash(needs, "model.sequence_parallel_size divides texts alone", settings.sequence_parallel_size > 1),
         ]
     )

@@ -35,6 +35,7 @@ from lit_grpo.checks import (
     make_part,
     total_updates,
 )
+from lit_grpo.data.rendering import Converses
 from lit_grpo.evaluation import EvaluationModule
 from lit_grpo.faults.differing_ranks import CONTENTS, check_alike, of_policy, of_run
 from lit_grpo.findings.rewards import BatchWatch
@@ -460,7 +461,10 @@ class GRPOModule(EvaluationModule):
             warn_of_doubts({split: rows for split, rows in prompts.items() if split not in self._doubted}, self.rewards)
         self._doubted |= prompts.keys()
         check_token_ids(prompts, len(embeddings(self.policy)[0]))
-        check_images(prompts, self.policy, self.generator, self.teacher is not None, self.settings)
+        callbacks = [] if self._trainer is None else self.trainer.callbacks  # pyrefly: ignore[missing-attribute]
+        observes = any(isinstance(each, Converses) and each.conversing is not None for each in callbacks)
+        teacher = "" if self.teacher_settings is None else self.teacher_settings.policy
+        check_images(prompts, self.policy, self.generator, teacher, self.settings, observes)
         context = context_length(self.policy)
         longest_row = check_prompt_lengths(prompts, self.sampling, self.eval_sampling, context) or None
         self.spec = replace(self.spec, longest_row=longest_row)

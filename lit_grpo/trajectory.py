@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -51,6 +53,47 @@ def _tensor(values_T: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values_T)
 
 
+class MutualSpan(NamedTuple):
+    """Tokens of an image, from ``begin`` to ``end``, which see one another in both directions.
+
+    They do so in all layers if ``everywhere``, and else in those with a sliding window alone.
+    """
+
+    begin: int
+    end: int
+    everywhere: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Pictures:
+    """The images of a prompt or an observation, as files; pixels are made when the policy reads them, and not kept.
+
+    Attributes:
+        images: Files of the images, in the order of their placeholders.
+        digest: A digest of the pixels.
+        positions_3P: Positions of its tokens in time, height and width (M-RoPE), counted from its first token, int64,
+            shape (3, P); None for a policy with one position a token.
+        shift: How much fewer positions than tokens it takes: 0 without ``positions_3P``.
+        num_tokens: Number of its tokens, text among them.
+        mutual: The tokens of each image, if they see one another in both directions, counted from its first token.
+        marked_ids: Its tokens with one for each image.
+    """
+
+    images: tuple[bytes, ...]
+    digest: bytes
+    positions_3P: torch.Tensor | None = None
+    shift: int = 0
+    num_tokens: int = 0
+    mutual: tuple[MutualSpan, ...] = ()
+    marked_ids: tuple[int, ...] = ()
+
+    @property
+    def passed(self) -> Pictures:
+        """The same without images, for tokens that come after them: how far these shift positions is left."""
+        none_3P = None if self.positions_3P is None else self.positions_3P[:, :0]
+        return Pictures((), self.digest, none_3P, self.shift)
+
+
 class Trajectory:
     """Tokens after a prompt with their log-probs, in segments that say where they come from.
 
@@ -69,6 +112,8 @@ class Trajectory:
     turns were written again without their reasoning, ``contexts`` has for each turn the tokens between the prompt and
     it, and ``rows`` its rows of tokens in the update.
 
+    ``pictures`` are images that were observed, each with the place of the first token of its observation.
+
     ``engines`` names the engines that have sampled it, each with the place of its first token; empty where the policy
     itself has.
 
@@ -79,6 +124,7 @@ class Trajectory:
         trained_T: Tokens that are trained on, in the same form; by default all that were sampled.
         entropy: Mean entropy in nats; NaN if the generator returns none.
         contexts: Tokens between the prompt and each turn; empty if every turn was sampled after all tokens before it.
+        pictures: Images that were observed, and the place of the first token of the observation of each.
     """
 
     __slots__ = (
@@ -90,6 +136,7 @@ class Trajectory:
         "num_tokens",
         "num_trained",
         "oldest_version",
+        "pictures",
         "segments",
     )
 
@@ -101,13 +148,14 @@ class Trajectory:
         trained_T: Values | None = None,
         entropy: float = math.nan,
         contexts: Sequence[Sequence[int]] = (),
+        pictures: Sequence[tuple[int, Pictures]] = (),
     ) -> None:
         ids_T = _array(token_ids_T, "int32")
         self.num_tokens = len(ids_T)
         self._memory = bytearray(ids_T) + bytearray(_array(logprobs_T, "float32"))  # ids, then log-probs
         self._cut(versions_T, trained_T)
         self.entropy = entropy
-        self.contexts = tuple(map(tuple, contexts))
+        self.contexts, self.pictures = tuple(map(tuple, contexts)), tuple(pictures)
         self.engines: tuple[tuple[int, str], ...] = ()
 
     @classmethod
@@ -154,6 +202,21 @@ class Trajectory:
         """The tokens, int32, and their log-probs, float32: the memory that is kept."""
         ids_T = np.frombuffer(self._memory, np.int32, self.num_tokens)
         return ids_T, np.frombuffer(self._memory, np.float32, offset=ids_T.nbytes)
+
+    @property
+    def contents(self) -> np.ndarray:
+        """Numbers that tell its tokens from those of others, int32: their ids, below 0 in observations with images.
+
+        There they are of the images' digest: placeholders of other images have the same ids.
+        """
+        ids_T = self.arrays[0]
+        if self.pictures:
+            ids_T = ids_T.copy()
+            for place, each in self.pictures:
+                own_T = ids_T[place : place + each.num_tokens]
+                digest = blake2b(own_T.tobytes(), digest_size=16, key=each.digest).digest()
+                own_T[:] = np.resize(np.frombuffer(digest, np.int32) | np.int32(-(2**31)), len(own_T))
+        return ids_T
 
     @property
     def token_ids_T(self) -> torch.Tensor:
@@ -259,20 +322,39 @@ class Trajectory:
         """Become what another is, and share its memory."""
         self._memory, self.num_tokens = other._memory, other.num_tokens
         self.entropy, self.contexts, self.engines = other.entropy, other.contexts, other.engines
+        self.pictures = other.pictures
         self.segments, self.oldest_version = other.segments, other.oldest_version
         self.num_sampled, self.num_trained = other.num_sampled, other.num_trained
 
     def until(self, num_tokens: int) -> Trajectory:
-        """Return its first tokens; ``entropy`` stays, as the best that is known of them."""
+        """Return its first tokens; ``entropy`` stays, as the best that is known of them.
+
+        Raises:
+            ValueError: They end within an observation with images.
+        """
         columns = (self.token_ids_T, self.logprobs_T, self.versions_T, self.trained_T)
         part = Trajectory(*(values_T[:num_tokens] for values_T in columns), entropy=self.entropy)
-        part.engines = self.engines
+        part.engines, part.pictures = self.engines, self.pictures_until(num_tokens)
         return part
 
+    def pictures_until(self, num_tokens: int) -> tuple[tuple[int, Pictures], ...]:
+        """Return the images among its first tokens, or raise a ``ValueError`` if these end within an observation."""
+        found = tuple((place, each) for place, each in self.pictures if place < num_tokens)
+        if found and found[-1][0] + found[-1][1].num_tokens > num_tokens:
+            raise ValueError(f"A trajectory is cut after {num_tokens} tokens, within an observation with images.")
+        return found
+
     def followed_by(
-        self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, version: int | None = None
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        version: int | None = None,
+        pictures: Pictures | None = None,
     ) -> Trajectory:
-        """Return this followed by more tokens: sampled with ``logprobs`` by ``version``, or observed without."""
+        """Return this followed by more tokens: sampled with ``logprobs`` by ``version``, or observed without.
+
+        ``pictures`` are the images among observed ones.
+        """
         number = len(token_ids)
         whole = Trajectory(
             [*self.token_ids_T.tolist(), *token_ids],
@@ -280,6 +362,7 @@ class Trajectory:
             [*self.versions_T.tolist(), *[OBSERVED if version is None else version] * number],
             [*self.trained_T.tolist(), *[True] * number],
             self.entropy,
+            pictures=self.pictures if pictures is None else (*self.pictures, (self.num_tokens, pictures)),
         )
         whole.engines = self.engines
         return whole

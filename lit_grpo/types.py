@@ -28,7 +28,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from lit_grpo.limits import Count, Limit, Number, check_fields
-from lit_grpo.trajectory import EMPTY, OBSERVED, Segment, Trajectory
+from lit_grpo.trajectory import EMPTY, OBSERVED, MutualSpan, Pictures, Segment, Trajectory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,8 +45,10 @@ __all__ = [
     "FinishReason",
     "GroupKey",
     "Key",
+    "MutualSpan",
     "Observation",
     "PassRule",
+    "Pictures",
     "Prompt",
     "PromptBatch",
     "Request",
@@ -157,37 +159,6 @@ def own_copy(value: Any, what: str) -> Any:
             "reset and each call of a reward function gets a copy of its row; give plain values, such as a path in "
             "place of an open file."
         ) from error
-
-
-class MutualSpan(NamedTuple):
-    """Tokens of a prompt, from ``begin`` to ``end``, which see one another in both directions.
-
-    They do so in all layers if ``everywhere``, and else in those with a sliding window alone.
-    """
-
-    begin: int
-    end: int
-    everywhere: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """The images of one prompt, as files; pixels are made when the policy reads them, and not kept.
-
-    Attributes:
-        images: Files of the images, in the order of their placeholders.
-        digest: A digest of the pixels.
-        positions_3P: Positions of the prompt's tokens in time, height and width (M-RoPE), int64, shape (3, P); None for
-            a policy with one position a token.
-        shift: How much lower than its place the position of a token after the prompt is: 0 without ``positions_3P``.
-        mutual: The tokens of each image, if they see one another in both directions.
-    """
-
-    images: tuple[bytes, ...]
-    digest: bytes
-    positions_3P: torch.Tensor | None = None
-    shift: int = 0
-    mutual: tuple[MutualSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -316,7 +287,8 @@ class Episode(NamedTuple):
         kind: The name of the environment's class.
         reward: Reward that the environment gives to the whole trajectory; None if it gives none.
         turn_rewards: Reward of each turn by itself, if the environment gives any.
-        said: Text that the environment's ``reset`` returned, which stands at the end of the prompt's last user message.
+        said: What the environment's ``reset`` returned, which stands at the end of the prompt's last user message: a
+            text, or parts if there are images.
         asked: The text of the whole prompt with ``said``; empty if ``reset`` returned nothing.
     """
 
@@ -325,7 +297,7 @@ class Episode(NamedTuple):
     kind: str = ""
     reward: float | None = None
     turn_rewards: tuple[float, ...] = ()
-    said: str = ""
+    said: str | list[dict[str, Any]] = ""
     asked: str = ""
 
 
@@ -345,6 +317,7 @@ class Completion(Trajectory):
         entropy: Mean entropy in nats, as for :class:`Trajectory`.
         trained_T: Tokens that are trained on, as for :class:`Trajectory`.
         contexts: Contexts of the turns, as for :class:`Trajectory`.
+        pictures: Images that were observed, as for :class:`Trajectory`.
 
     Attributes:
         episode: What its environment has to say of it, where it has one.
@@ -363,8 +336,9 @@ class Completion(Trajectory):
         entropy: float = math.nan,
         trained_T: Values | None = None,
         contexts: Sequence[Sequence[int]] = (),
+        pictures: Sequence[tuple[int, Pictures]] = (),
     ) -> None:
-        super().__init__(token_ids_T, logprobs_T, versions_T, trained_T, entropy, contexts)
+        super().__init__(token_ids_T, logprobs_T, versions_T, trained_T, entropy, contexts, pictures)
         self.request = request
         self.finish_reason: FinishReason = finish_reason
         self.text = text
@@ -492,8 +466,8 @@ class Rollout:
         return "\n".join(text for text in texts if isinstance(text, str))  # log_extra may have written anything
 
     @property
-    def said(self) -> str:
-        """Text that the environment's ``reset`` added to the prompt; empty without one."""
+    def said(self) -> str | list[dict[str, Any]]:
+        """Text or parts that the environment's ``reset`` added to the prompt; empty without one."""
         return "" if self.completion.episode is None else self.completion.episode.said
 
     @property
@@ -509,7 +483,11 @@ class Rollout:
         if messages is None or not self.said:
             return None if messages is None else list(messages)
         last = max(place for place, message in enumerate(messages) if message["role"] == "user")
-        turn = {**messages[last], "content": messages[last]["content"] + self.said}
+        content, said = messages[last]["content"], self.said
+        if isinstance(content, list) or isinstance(said, list):  # with images
+            texts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (content, said))
+            content, said = [part for parts in texts for part in parts], []
+        turn = {**messages[last], "content": content + said}
         return [*messages[:last], turn, *messages[last + 1 :]]
 
     @property

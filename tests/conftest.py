@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import csv
 import functools
 import gc
@@ -18,14 +19,18 @@ if TYPE_CHECKING:  # what only deals out the files need not import it
     import torch
     from transformers import PreTrainedModel
 
+WITH_VLLM = (
+    *("test_server_faults", "test_generators", "test_overlapping_modes", "test_weight_proof", "test_vllm_engine"),
+    *("test_vllm_setup", "test_vllm_gpu_paths"),
+)
+"""Files whose quick tests import vLLM, which takes twice as long as torch: one worker runs them."""
 SLOWEST = (
-    *("test_benchmarks", "test_real_model", "test_triton_code", "test_kill_and_resume", "test_ray"),
-    *("test_command_line", "test_two_ranks", "test_serve", "test_server_faults", "test_fsdp2", "test_generators"),
-    *("test_overlapping_modes", "test_doctor", "test_wheel", "test_notebooks", "test_stops", "test_full_disk"),
-    *("test_resume", "test_shards_on_disk", "test_terminal", "test_training_modes", "test_weight_proof"),
-    *("test_lost_ranks", "test_run_folders", "test_adapters_alone", "test_vllm_engine", "test_budgets"),
-    *("test_commands", "test_boards", "test_examples", "test_missing_packages", "test_fuzz", "test_simulation"),
-    *("test_shared_prefix", "test_reward_runner", "test_metrics", "test_sources", "test_tiny"),
+    *(*WITH_VLLM, "test_benchmarks", "test_real_model", "test_triton_code", "test_kill_and_resume", "test_ray"),
+    *("test_command_line", "test_two_ranks", "test_serve", "test_fsdp2", "test_doctor"),
+    *("test_wheel", "test_notebooks", "test_stops", "test_full_disk", "test_resume", "test_shards_on_disk"),
+    *("test_terminal", "test_training_modes", "test_lost_ranks", "test_run_folders", "test_adapters_alone"),
+    *("test_budgets", "test_commands", "test_boards", "test_examples", "test_missing_packages", "test_fuzz"),
+    *("test_simulation", "test_shared_prefix", "test_reward_runner", "test_metrics", "test_sources", "test_tiny"),
 )
 """Files that take longest begin first, so that no worker is left alone with one at the end."""
 ALPHABET = "0123456789+-*=# abcdefghijklmnop?"
@@ -55,6 +60,8 @@ gc.disable()  # imports and collection leave no garbage, and looking for it take
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # nor is anything to be found among what is there by now
+    atexit.register(gc.unfreeze)  # or triton's bindings tell of every object that is left at the end
     gc.enable()
 
 
@@ -63,11 +70,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     from forks import Worker
 
-    if sys.platform == "linux":
+    measures_coverage = getattr(config.option, "cov_source", None)  # of imports as well, which a fork does not make
+    if sys.platform == "linux" and not measures_coverage:
         subprocess.Popen = Worker  # in the process that deals out the files, which starts nothing else
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByImports(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "vllm" if Path(file).stem in WITH_VLLM else file
+
+    is_quick = config.option.markexpr == "not nightly"  # of the others, one worker would have too many
+    return ByImports(config, log) if is_quick and config.option.dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -87,44 +108,11 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_parser() -> Iterator[None]:
-    """Runs of this process share what the command line takes more than a second for.
-
-    These are the parsers of the four subcommands, what jsonargparse finds out of classes and protocols, and the speed
-    of this machine's products of matrices, which each run measures. Lightning moves each logged value to the device
-    that it is on, which is a twelfth of a short run; that is left out.
-    """
-    import torch
-    from jsonargparse import _typehints
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
-
-    from lit_grpo.callbacks import monitors  # pyrefly: ignore[missing-module-attribute]
-    from lit_grpo.cli.command_line import GRPOCLI
-    from lit_grpo.cli.parsing.help import SHORT
-
-    made: dict[Any, dict[str, Any]] = {}
-    make = GRPOCLI.setup_parser
-
-    def setup_parser(cli: GRPOCLI, *args: Any) -> None:
-        kind = (type(cli), *cli.subcommands())
-        if kind not in made:
-            make(cli, *args)
-            names = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
-            made[kind] = {name: getattr(cli, name) for name in names}
-        vars(cli).update(made[kind])
-        for parser in cli._subcommand_parsers.values():
-            setattr(parser, SHORT, True)  # --help-all has taken it away
-
-    move = _ResultMetric.to
-
-    def to(metric: Any, device: Any) -> Any:
-        is_there = isinstance(metric.value, torch.Tensor) and metric.value.device == device
-        return metric if is_there else move(metric, device)
+    """Runs of this process share their parsers, which those of a fork have been given."""
+    from forks import share_parsers
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(_ResultMetric, "to", to)
-        monkeypatch.setattr(GRPOCLI, "setup_parser", setup_parser)
-        for module, name in ((_typehints, "implements_protocol"), (monitors, "_peak_flops")):
-            monkeypatch.setattr(module, name, functools.cache(getattr(module, name)))
+        share_parsers(monkeypatch.setattr)
         yield
 
 
@@ -150,6 +138,25 @@ def forked_servers() -> Iterator[None]:
     forking = vars(subprocess) | {"Popen": functools.partial(Forked, imports=VLLM)}
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("lit_grpo.rollout.vllm.process.subprocess", types.SimpleNamespace(**forking))
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_inspections() -> Iterator[None]:
+    """So is the process in which an engine of this process looks at a class of models, the first time on a machine."""
+    from forks import VLLM, Forked
+
+    from lit_grpo.rollout.vllm.arguments import import_vllm
+
+    def run(command: list[str], input: bytes, capture_output: bool) -> subprocess.CompletedProcess[bytes]:
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with Forked(command, imports=VLLM, **streams) as process:
+            said = process.communicate(input)
+        return subprocess.CompletedProcess(command, process.returncode, *said)
+
+    import_vllm()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("vllm.model_executor.models.registry.subprocess", types.SimpleNamespace(run=run))
         yield
 
 

@@ -2,19 +2,22 @@
 
 They are processes like any others: children of who starts them, with a working directory, an environment, files and a
 group of their own, that can be waited for, signaled and killed. What they do not do again is import torch,
-transformers and Lightning, which takes most of the time of a short run; lit_grpo each imports itself. At their end they
-do what a Python process does, but take no module apart: that is 1.5 seconds of looking at every object of the imports.
+transformers, Lightning and lit_grpo and make the parser of ``fit``, which takes most of the time of a short run. At
+their end they do what a Python process does, but take no module apart: that is 1.5 seconds of looking at every object
+of the imports.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import functools
 import gc
 import importlib
 import json
+import logging
 import multiprocessing.util
 import os
 import runpy
@@ -23,13 +26,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTS = (
     *("lightning.pytorch.cli", "torchmetrics", "matplotlib.figure", "tensorboard.compat.proto.event_pb2"),
     *("transformers", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
+    *("lit_grpo.cli.command_line", "peft", "pandas", "hypothesis"),
 )
 VLLM = ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "vllm.entrypoints.openai.api_server")
 """What a process imports that has vLLM in itself, or in others."""
@@ -157,12 +161,58 @@ def _spawn(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
     return Forked.origin.fork(task | {"kept": kept}, [0, 1, 2, *kept])
 
 
+def share_parsers(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Have the runs of this process, and of its forks, share what the command line takes more than a second for.
+
+    These are the parsers of the four subcommands, what jsonargparse finds out of classes and protocols, and the speed
+    of this machine's products of matrices, which each run measures. Lightning moves each logged value to the device
+    that it is on, which is a twelfth of a short run; that is left out.
+    """
+    import torch
+    from jsonargparse import _typehints
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+
+    from lit_grpo.callbacks import monitors  # pyrefly: ignore[missing-module-attribute]
+    from lit_grpo.cli.command_line import GRPOCLI
+    from lit_grpo.cli.parsing.help import SHORT
+
+    if hasattr(_typehints.implements_protocol, "cache_info"):
+        return
+    made: dict[Any, dict[str, Any]] = {}
+    make, move = GRPOCLI.setup_parser, _ResultMetric.to
+
+    def setup_parser(cli: GRPOCLI, *args: Any) -> None:
+        kind = (type(cli), *cli.subcommands())
+        if kind not in made:
+            make(cli, *args)
+            names = ("parser", "_subcommand_parsers", "_subcommand_method_arguments")
+            made[kind] = {name: getattr(cli, name) for name in names}
+        vars(cli).update(made[kind])
+        for parser in cli._subcommand_parsers.values():
+            setattr(parser, SHORT, True)  # --help-all has taken it away
+
+    def to(metric: Any, device: Any) -> Any:
+        is_there = isinstance(metric.value, torch.Tensor) and metric.value.device == device
+        return metric if is_there else move(metric, device)
+
+    replace(_ResultMetric, "to", to)
+    replace(GRPOCLI, "setup_parser", setup_parser)
+    for module, name in ((_typehints, "implements_protocol"), (monitors, "_peak_flops")):
+        replace(module, name, functools.cache(getattr(module, name)))
+
+
 def main() -> None:
     """Be an origin until the other end of standard input is closed."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it lacks a kernel that none needs
     for name in (*IMPORTS, *sys.argv[1:]):
         importlib.import_module(name)
+    share_parsers()
+    sys.argv = ["python -m lit_grpo", "fit", "--config", "arithmetic", "--print_config"]
+    with contextlib.suppress(SystemExit):  # after it has made the parser and looked at the classes of the fields
+        command_line = importlib.import_module("lit_grpo.cli.command_line")
+        command_line.GRPOCLI(command_line.RunFolder(), **command_line.cli_arguments(None))
     gc.freeze()  # no fork looks for garbage among what is imported
     atexit.register(gc.unfreeze)  # or triton's bindings tell of every object that is left at the end
     _serve(channel)

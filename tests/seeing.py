@@ -14,9 +14,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from lit_grpo.policy.architecture.vision import Vision, give_vision, mutual_of, open_image
-from lit_grpo.policy.loading import load_tokenizer, load_vision
-from lit_grpo.types import Prompt
+from lit_grpo.policy.architecture.vision import Vision, give_vision, open_image
+from lit_grpo.policy.loading import load_tokenizer, load_vision, mutual_of
+from lit_grpo.types import Completion, Prompt
 
 PLACEHOLDER = 300
 """The token of an image; families whose texts mark one otherwise have that in ``marks``."""
@@ -170,11 +170,22 @@ class ByHand:
         return {"input_ids": ids_1P, **types, **self.pixels(flat)}
 
 
-def make_policy(name: str, folder: Path) -> str:
+WIDE: dict[str, dict[str, Any]] = {
+    "idefics3": {},
+    "qwen2_5_vl": {"rope_parameters": _rope([4, 6, 6])},
+    "qwen3_vl": {"head_dim": 32, "rope_parameters": _rope([4, 6, 6], mrope_interleaved=True)},
+}
+"""Changes of decoders with heads of 32 dimensions, which vLLM's kernels for CPUs ask for."""
+
+
+def make_policy(name: str, folder: Path, wide: bool = False) -> str:
     """Save the small policy of a family with all that a policy's folder has; return the folder."""
     family = FAMILIES[name]
+    wider = {"num_attention_heads": 2, "num_key_value_heads": 1, **WIDE[name]} if wide else {}
     more = {"image_token_id": PLACEHOLDER, "tie_word_embeddings": False, **(family.more or {})}
-    config = AutoConfig.for_model(name.split()[0], text_config=_TEXT | family.text, vision_config=family.vision, **more)
+    config = AutoConfig.for_model(
+        name.split()[0], text_config=_TEXT | family.text | wider, vision_config=family.vision, **more
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: Any = AutoModelForImageTextToText.from_config(config)
@@ -209,11 +220,19 @@ def load(folder: str, trained: bool = True) -> tuple[Any, Any, Vision]:
     if name in _OF_PATCHES:
         vision = Vision.__new__(Vision)
         vision._inner, vision._processor, vision.placeholder = model.model, ByHand(name, tokenizer), PLACEHOLDER
-        vision._mutual, vision._token_types = mutual_of(model), "mm_token_type_ids"
+        vision.mutual, vision._token_types, vision.feature_token = mutual_of(model), "mm_token_type_ids", PLACEHOLDER
+        vision._tokenizer, vision._known = tokenizer, {}
     else:
         vision = load_vision(folder, tokenizer)
     give_vision(model, vision, trained)
     return model, tokenizer, vision
+
+
+def end_turns_soon(model: Any) -> None:
+    """Make the token that ends a turn of a small Qwen3-VL likely."""
+    with torch.no_grad():
+        states_D = model.model.language_model(torch.arange(10, 200)[None]).last_hidden_state[0].mean(0)
+        model.lm_head.weight[309] = states_D * (6 / states_D.pow(2).sum())
 
 
 def png(width: int, height: int, seed: int) -> bytes:
@@ -231,22 +250,32 @@ def read(vision: Vision, tokenizer: Any, name: str, text: str, images: Sequence[
     shown = text.replace("#", FAMILIES[name].mark)
     if not images:
         return Prompt(text, tuple(tokenizer(shown)["input_ids"]), shown)
-    token_ids, pictures = vision.read(shown, images)
+    token_ids, pictures = vision.read(tokenizer(shown)["input_ids"], images)
+    opened = [open_image(image) for image in images]
+    assert vision._processor(text=[shown], images=[opened], return_tensors="pt")["input_ids"].tolist() == [token_ids]
     return Prompt(f"{text} {hash(tuple(images))}", tuple(token_ids), shown, pictures=pictures)
 
 
-def plain_logits(model: Any, vision: Vision, prompt: Prompt, token_ids_T: torch.Tensor) -> torch.Tensor:
+def observation(vision: Vision, tokenizer: Any, name: str, text: str, images: Sequence[bytes]) -> Any:
+    """Return the tokens and images of an observation; ``#`` stands for each image."""
+    return vision.read(tokenizer(text.replace("#", FAMILIES[name].mark))["input_ids"], images)
+
+
+def plain_logits(model: Any, vision: Vision, completion: Completion) -> torch.Tensor:
     """Return the logits (T, V) of a completion, by the model's own forward over what its processor gives."""
-    if prompt.pictures is None:
-        inputs: dict[str, Any] = {"input_ids": torch.tensor([[*prompt.token_ids, *token_ids_T.tolist()]])}
-    else:
-        opened = [open_image(image) for image in prompt.pictures.images]
-        inputs = dict(vision._processor(text=[prompt.text], images=[opened], return_tensors="pt"))
-        inputs["input_ids"] = torch.cat([inputs["input_ids"], token_ids_T[None]], 1)
-        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    prompt, token_ids_T = completion.request.prompt, completion.token_ids_T
+    seen = [] if prompt.pictures is None else [prompt.pictures]
+    seen += [each for _, each in completion.pictures]
+    ids_1T = torch.tensor([[*prompt.token_ids, *token_ids_T.tolist()]])
+    inputs: dict[str, Any] = {}
+    if seen:
+        opened = [open_image(image) for pictures in seen for image in pictures.images]
+        mark = FAMILIES[model.config.model_type].mark
+        inputs = dict(vision._processor(text=[mark * len(opened)], images=[opened], return_tensors="pt"))
+        inputs["attention_mask"] = torch.ones_like(ids_1T)
         for kinds in inputs.keys() & {"mm_token_type_ids", "token_type_ids"}:
-            inputs[kinds] = torch.cat([inputs[kinds], torch.zeros_like(token_ids_T)[None]], 1)
-    logits_TV = model(**inputs).logits[0, len(prompt.token_ids) - 1 : -1].clone()
-    named = (getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video"))
+            inputs[kinds] = (ids_1T == PLACEHOLDER).int()
+    logits_TV = model(**(inputs | {"input_ids": ids_1T})).logits[0, len(prompt.token_ids) - 1 : -1].clone()
+    named = [vision.placeholder, *(getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video"))]
     logits_TV[:, [token for token in named if token is not None]] = -torch.inf
     return logits_TV

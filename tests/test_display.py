@@ -132,6 +132,7 @@ def test_a_warning_is_one_line_without_a_place_in_the_code() -> None:
 
 def test_a_run_without_four_bits_is_not_told_of_a_kernel_for_them(caplog: pytest.LogCaptureFixture) -> None:
     theirs = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    theirs.setLevel(logging.WARNING)  # workers of the tests have silenced it
     with quiet():
         theirs.warning("Failed to load CPU gemm_4bit_forward")
         theirs.error("broken")
@@ -158,6 +159,16 @@ def test_kernels_that_are_missing_are_named_once_on_a_gpu_and_are_not_spoken_of_
     policy(torch.tensor([[3, 4]]))
     older = Version(transformers.__version__) < Version("5.19")  # which do not say it again
     assert older or "falling back" in caplog.text  # not in this project's care any more
+
+
+def test_a_run_is_not_told_of_the_default_config_of_idefics3(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers makes one whenever it prints the config of a policy of this family."""
+    warning_once: Any = logging.Logger.warning_once  # pyrefly: ignore[missing-attribute]
+    warning_once.cache_clear()
+    with quiet():
+        transformers.Idefics3Config()
+        transformers.LlamaConfig(vocab_size=8, pad_token_id=9)
+    assert "128002" not in caplog.text and "got 9" in caplog.text
 
 
 def test_the_command_of_an_offline_run_names_the_folders_of_all_its_parts_in_order(tmp_path: Path) -> None:

@@ -515,7 +515,7 @@ def test_what_is_no_failure_of_an_environment_ends_the_run() -> None:
         """Show a picture."""
         return [{"type": "image", "image": 0}]
 
-    with pytest.raises(ValueError, match=r"the tool picture returns content that is not text"):
+    with pytest.raises(ValueError, match=r"the tool picture returns an image, and the policy sees none"):
         play(worker_of(tools=[picture]), lambda *_: call("picture"))
 
 

@@ -262,6 +262,24 @@ def test_adapters_come_as_safetensors_from_private_folders_alone(guard: Guard, a
     assert load(str(private)).status_code == 200
 
 
+PIXELS = "data:image/png;base64,iVBORw0KGgo="
+PARTS: dict[str, tuple[bytes, int]] = {
+    "an image within": (json.dumps({"content_parts": [{"url": PIXELS}]}).encode(), 200),
+    "none": (b'{"stop": ["\\u00e9"]}', 200),
+    "an address": (json.dumps({"content_parts": [{"url": PIXELS}, {"url": "http://a.example/"}]}).encode(), 403),
+    "a file": (b'{"content_parts": [{"url": "file:///etc/passwd"}]}', 403),
+    "a known image": (b'{"content_parts": [{"uuid": "a"}]}', 403),
+    "another spelling": (b'{"content\\u005fparts": [{"url": "http://a.example/"}]}', 403),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_images_come_within_a_request_alone(name: str, guard: Guard, app: App) -> None:
+    body, status = PARTS[name]
+    assert ask(guard, "POST", "/inference/v1/generate", "one", content=body).status_code == status
+    assert bool(app.reached) == (status == 200)
+
+
 @pytest.mark.usefixtures("one")
 def test_long_and_broken_requests_are_refused(guard: Guard, app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarding, "_MAX_BODY", 2**20)

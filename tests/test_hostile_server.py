@@ -21,6 +21,7 @@ from lit_grpo.rollout.vllm import http
 from lit_grpo.rollout.vllm.fleet import Server
 from lit_grpo.rollout.vllm.guard import OWNER_PATH, PROCESS_HEADER
 from lit_grpo.rollout.vllm.http import HttpReceiver, SampledChunk, ServerClient, ServerError
+from lit_grpo.rollout.vllm.images import Shown
 
 PROCESS, WEIGHTS = "process", "mine"
 BARE: Mapping[str, str] = MappingProxyType({})
@@ -121,10 +122,10 @@ def drip(self: Hostile, part: bytes) -> None:
         time.sleep(0.05)
 
 
-def sample(client: ServerClient) -> list[SampledChunk | ServerError]:
+def sample(client: ServerClient, shown: Shown | None = None) -> list[SampledChunk | ServerError]:
     """Return what comes of a completion, until it ends."""
     pump = HttpReceiver(client._loop)
-    pump.begin(0, client, [1], {"max_tokens": 4}, "salt")
+    pump.begin(0, client, [1, 7, 7, 2], {"max_tokens": 4}, "salt", shown)
     contents: list[SampledChunk | ServerError] = []
     deadline = time.monotonic() + 120
     while not contents or (isinstance(contents[-1], SampledChunk) and contents[-1].finish_reason is None):
@@ -261,6 +262,21 @@ def test_a_server_of_ours_that_cannot_be_taken_is_told_with_its_log(
     process: Any = SimpleNamespace(runs=True, log="its.log", keep_log=lambda: None)
     with pytest.raises(ValueError, match=r"answers /version with: 500 +What it said is in its\.log\.$"):
         Server(client, process).introduce(None)  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize(
+    "told, said", [([1, 7, 7, 2], ""), ([1, 7, 2], "3 tokens.* 4 from number 2 on"), (None, "0 tok")]
+)
+def test_a_server_says_how_it_has_read_an_image(
+    told: Any, said: str, server: ThreadingHTTPServer, client: ServerClient
+) -> None:
+    first = json.dumps(json.loads(event()[6:]) | {"prompt_token_ids": told})
+    server.RequestHandlerClass.behave = lambda self: self.stream(f"data: {first}\n\n".encode())  # pyrefly: ignore[missing-attribute]
+    last = sample(client, Shown([1, 7, 2], (), []))[-1]
+    if said:
+        assert isinstance(last, ServerError) and last.kind == "refuses" and re.search(f"reads .* as {said}", str(last))
+    else:
+        assert isinstance(last, SampledChunk)
 
 
 def test_a_server_that_talks_on_after_the_end_holds_nothing(server: ThreadingHTTPServer, client: ServerClient) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import struct
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,24 +20,29 @@ import pytest
 import torch
 from conftest import table_rows
 from PIL import Image
-from seeing import FAMILIES, load, make_policy, plain_logits, png, read
+from seeing import FAMILIES, load, make_policy, observation, plain_logits, png, read
 from test_slots import decode
-from transformers import AutoConfig, AutoModelForImageTextToText
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import lit_grpo
 from lit_grpo.budgets.memory import checksum
 from lit_grpo.data import PromptDataModule
 from lit_grpo.data.chat import UnusableRow
+from lit_grpo.data.examples import render_example
 from lit_grpo.data.loaders import row_digests
 from lit_grpo.data.overlap import shared_validation
 from lit_grpo.data.rendering import PromptRenderer
 from lit_grpo.data.sources import GivenRows
+from lit_grpo.data.writing import PromptWriter
 from lit_grpo.methods.swarm import Swarm
 from lit_grpo.plugins import RunFacts, fresh
-from lit_grpo.policy.architecture.vision import mutual_of, open_image
-from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision
+from lit_grpo.policy.adapters import LoraSettings, add_adapters
+from lit_grpo.policy.architecture.vision import Vision, open_image, tower_parameters
+from lit_grpo.policy.loading import load_policy, load_tokenizer, load_vision, mutual_of
 from lit_grpo.policy.named import TINY_SHAPES
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.policy.weights import lora_layers
 from lit_grpo.process.values import find_foreign
 from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.rules import SYNCHRONOUS
@@ -61,7 +68,10 @@ def _header_of(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("name", table_rows(FAMILIES, ["qwen3_vl"]))
 def test_samples_log_probs_and_gradients_are_those_of_the_models_own_forward(name: str, tmp_path: Path) -> None:
-    """Two images in one prompt, none in another, and two prompts of equal tokens with other pixels."""
+    """Two images in one prompt, none in another, and two prompts of equal tokens with other pixels.
+
+    Then each goes on after two observations, with two images, one image and none, where some differ in pixels alone.
+    """
     model, tokenizer, vision = load(make_policy(name, tmp_path))
     prompts = [
         read(vision, tokenizer, name, "one # and # two", [png(32, 48, 0), png(64, 32, 1)]),
@@ -74,27 +84,47 @@ def test_samples_log_probs_and_gradients_are_those_of_the_models_own_forward(nam
     generator.start(PolicySpec(model, tokenizer))
     generator.load_weights(model.named_parameters(), 0)
     requests = [Request(prompt, (sample,), SAMPLING) for prompt in prompts for sample in range(2)]
-    completions = [*decode(generator, requests).values()]
-    for completion in completions:
-        keys = np.array([request_key(completion.request)], dtype=np.uint64)
-        uniform_T = torch.from_numpy(uniform(keys[:, None], np.arange(completion.num_tokens))[0])
+    first = [*decode(generator, requests).values()]
+    _check(model, vision, generator, first, tokens=3)
+    observed = partial(observation, vision, tokenizer, name)
+    ids, one = observed("see #.", [png(32, 32, 4)])
+    _, other = observed("see #.", [png(32, 32, 5)])
+    more_ids, more = observed("#or # ok:", [png(48, 32, 6), png(32, 64, 7)])
+    none_ids, sampling = tokenizer("nothing.")["input_ids"], replace(SAMPLING, max_tokens=6, max_observed=350)
+    later: list[Request] = []
+    for each in first:
+        after, sample = each.until(min(each.num_tokens, 2)), each.request.path[0]
+        after = after.followed_by(ids, pictures=other if sample else one)
+        later += [replace(each.request, sampling=sampling, prefix=after)]
+        after = after.followed_by([65, 66], [-1.0, -1.0], 0).followed_by(more_ids, pictures=more)
+        later += [replace(each.request, path=(sample, 1), sampling=sampling, prefix=after)]
+        later += [replace(each.request, path=(sample, 2), sampling=sampling, prefix=after.followed_by(none_ids))]
+    _check(model, vision, generator, [*decode(generator, later).values()], tokens=-2)
+
+
+def _check(model: Any, vision: Any, generator: SlotGenerator, completions: Sequence[Completion], tokens: int) -> None:
+    """Compare samples, those of completions that go on after so many of their ``tokens``, and gradients."""
+    for each in completions:
+        keys, begin = np.array([request_key(each.request)], dtype=np.uint64), _begin(each)
+        uniform_T = torch.from_numpy(uniform(keys[:, None], np.arange(each.num_tokens))[0])
         with torch.no_grad():
-            logits_TV = plain_logits(model, vision, completion.request.prompt, completion.token_ids_T)
-        tokens_T, logprobs_T, _ = sample_tokens(logits_TV, SAMPLING, uniform_T)
-        assert torch.equal(tokens_T, completion.token_ids_T)
-        assert torch.allclose(logprobs_T, completion.logprobs_T, atol=5e-5)
-    again = [
-        Request(each.request.prompt, each.request.path, SAMPLING, prefix=each.until(3))
-        for each in completions
-        if each.num_tokens > 3
-    ]
+            logits_TV = plain_logits(model, vision, each)
+        tokens_T, logprobs_T, _ = sample_tokens(logits_TV[begin:], SAMPLING, uniform_T[begin:])
+        assert torch.equal(tokens_T, each.token_ids_T[begin:])
+        assert torch.allclose(logprobs_T, each.logprobs_T[begin:], atol=5e-5)
+    again: list[Request] = []
+    for each in completions:
+        stop = tokens if tokens > 0 else each.num_tokens + tokens
+        if _begin(each) < stop < each.num_tokens:
+            again.append(replace(each.request, prefix=each.until(stop)))
+    assert again
     resumed = decode(generator, again)
-    for completion in completions:
-        if (other := resumed.get(completion.request.key)) is not None:
-            assert torch.equal(other.token_ids_T, completion.token_ids_T)
+    for each in completions:
+        if (other := resumed.get(each.request.key)) is not None:
+            assert torch.equal(other.token_ids_T, each.token_ids_T)
     expected = _gradient(model, partial(_plain_loss, model, vision, completions))
     rollouts = [Rollout(each.request.prompt, each, {}, 0.0) for each in completions]
-    for shared, most_tokens in ((True, 2000), (True, least_tokens(rollouts, True)), (False, 2000)):
+    for shared, most_tokens in ((True, 5000), (True, least_tokens(rollouts, True)), (False, 5000)):
         with shared_prefixes(model) if shared else nullcontext():
             actual = _gradient(model, partial(_backward, model, rollouts, shared, most_tokens))
         assert actual.keys() == expected.keys()
@@ -114,16 +144,68 @@ def test_a_policy_whose_tokens_see_one_another_in_another_way_is_refused() -> No
         mutual_of(model)
 
 
+def test_line_breaks_on_both_sides_of_an_image_are_the_tokens_of_a_whole_text() -> None:
+    """Gemma 3 puts two before and after each image, and its tokenizer has a token for several."""
+    tokens = Tokenizer(models.BPE({"a": 0, "\n": 1, "\n\n": 2, "\n\n\n\n": 3}, [("\n", "\n"), ("\n\n", "\n\n")]))
+    tokens.decoder = decoders.Fuse()
+    vision = Vision.__new__(Vision)
+    vision._tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens)
+    for before, after in itertools.product(["", "a", "a\n", "a\n\n", "\n\n\n"], ["", "a", "\na", "\n\n", "\n\n\na\n"]):
+        parts = [tokens.encode(each).ids for each in (before, after)]
+        assert vision._seamless(*parts) == tokens.encode(before + after).ids
+
+
+def _begin(completion: Completion) -> int:
+    """Return the place after all that was observed."""
+    return completion.num_tokens - completion.segments[-1].num_tokens
+
+
+@pytest.mark.parametrize("name", table_rows(FAMILIES, []))
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_gradients_of_adapters_are_those_of_the_models_own_forward(trained: bool, name: str, tmp_path: Path) -> None:
+    """Adapters of all linear layers: of the tower where it is trained, and of the language model alone where not."""
+    model, tokenizer, vision = load(make_policy(name, tmp_path), trained)
+    add_adapters(model, LoraSettings(r=2))
+    with torch.no_grad():
+        for weight in [each for each in model.parameters() if each.requires_grad]:
+            weight.normal_(0, 0.2, generator=torch.Generator().manual_seed(weight.numel()))
+    prompts = [read(vision, tokenizer, name, "#?", [png(48, 48, seed)]) for seed in (1, 2)]
+    prompts.append(read(vision, tokenizer, name, "plain", []))
+    generator = SlotGenerator(3)
+    generator.start(PolicySpec(model, tokenizer))
+    generator.load_weights(generator.weights(), 0)
+    completions = [*decode(generator, [Request(prompt, (0,), SAMPLING) for prompt in prompts]).values()]
+    expected = _gradient(model, partial(_plain_loss, model, vision, completions))
+    rollouts = [Rollout(each.request.prompt, each, {}, 0.0) for each in completions]
+    with shared_prefixes(model):
+        actual = _gradient(model, partial(_backward, model, rollouts, True, 5000))
+    assert actual.keys() == expected.keys() and all("lora_" in each for each in expected)
+    assert any("vis" in each for each in expected) == trained
+    gap = sum(float((actual[each] - expected[each]).square().sum()) for each in expected)
+    assert gap**0.5 < 1e-4 * sum(float(each.square().sum()) for each in expected.values()) ** 0.5
+    adapted = {name.rpartition(".lora_A")[0] for name in expected if ".lora_A" in name}
+    tower = {id(weight) for weight in tower_parameters(model)}
+    layers = {name for name, each in lora_layers(model) if id(each.get_base_layer().weight) in tower}
+    layers = {name for name in layers if ".head." not in name}  # LFM2-VL does not read what its tower pools
+    assert layers <= adapted
+    linear = {
+        name.removesuffix(".base_layer")
+        for name, each in model.named_modules()
+        if type(each) is torch.nn.Linear and ".lora_" not in name and id(each.weight) in tower and ".head." not in name
+    }
+    assert layers == (linear if trained else set()), linear - layers
+
+
 def _plain_loss(model: Any, vision: Any, completions: Sequence[Completion]) -> None:
     for each in completions:
-        logprobs_TV = plain_logits(model, vision, each.request.prompt, each.token_ids_T).log_softmax(-1)
+        logprobs_TV = plain_logits(model, vision, each).log_softmax(-1)
         logprobs_T = logprobs_TV.gather(-1, each.token_ids_T[:, None]).squeeze(-1)
-        (logprobs_T * torch.sin(each.token_ids_T.float())).sum().backward()
+        (logprobs_T * torch.sin(each.token_ids_T.float()))[each.trained_T].sum().backward()
 
 
 def _backward(model: Any, rollouts: Sequence[Rollout], shared: bool, most_tokens: int) -> None:
     rows = make_micro_batches(rollouts, most_tokens, shared)
-    assert not shared or (len(rows) > 1) == (most_tokens < 2000)
+    assert not shared or (len(rows) > 1) == (most_tokens < 5000)
     for row in in_order(rows):
         filled = row.filled(rollouts)
         logprobs_N, _ = micro_batch_logprobs(model, filled, 1.0)
@@ -234,6 +316,23 @@ def test_what_cannot_see_images_is_told_before_the_first_rollout(name: str, tmp_
         rows = [row | {"prompt": "How many circles?"} for row in rows]
     with pytest.raises((ValueError, SystemExit), match=sentence):
         lit_grpo.train(policy, rows, ["exact_match"], dir=str(tmp_path), data=data, **options)
+
+
+def test_an_example_and_a_hint_follow_the_prompts_images(renderer: tuple[PromptRenderer, Any]) -> None:
+    row, (its, tokenizer) = FORMS["before a text"], renderer
+    plain = its.render(row, tokenizer)
+    example = render_example(its, tokenizer, row, "2", "all", "row 0")
+    assert example.prompt_ids == plain.token_ids and example.learned_T.all()
+    assert example.pictures is not None and plain.pictures is not None
+    assert example.pictures.digest == plain.pictures.digest
+    assert tokenizer.decode(example.answer_ids_T[:-1]) == "2"
+    prompt = Prompt("train/0", plain.token_ids, plain.text, pictures=plain.pictures)
+    begun = PromptWriter(its, tokenizer, {"train/0": row}).put_after(prompt, "12", 0.5)
+    assert begun.token_ids == (*plain.token_ids, *tokenizer("1")["input_ids"]) and begun.given == "1"
+    later = {"prompt": [*FORMS["bytes"]["prompt"], {"role": "assistant", "content": "1"}, *FORMS["bytes"]["prompt"]]}
+    later = {"prompt": [*later["prompt"], {"role": "assistant", "content": "2"}], "image": [PICTURE] * 2}
+    with pytest.raises(UnusableRow, match="its 2 images do not fit its text, which has 1 places"):
+        render_example(its, tokenizer, later, None, "all", "row 0")
 
 
 # ---- prompts of equal tokens ------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import table_rows
 from hand_made import Unshaped, alone, learning_batch
 from test_learner import make_learner, ragged_groups
 
@@ -84,7 +85,7 @@ def shaped(groups: Sequence[RolloutGroup], advantages: Sequence[float]) -> None:
     rule.on_batch(learning_batch(groups).of(rule))
 
 
-@pytest.mark.parametrize("prompt", [0, 1])
+@pytest.mark.parametrize("prompt", table_rows([0, 1], [0]))
 def test_the_gradient_is_unbiased_and_with_a_baseline_from_the_rollout_itself_it_is_not(prompt: int) -> None:
     """10,000 groups of two, by the score function; a mean counts as off at 4 of its standard errors."""
     chances = CHANCES[prompt]

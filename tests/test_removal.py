@@ -15,6 +15,8 @@ from test_imports import METHODS, MODULES
 ROOT = Path(__file__).parents[1]
 LISTS = """
 import importlib, json, pkgutil, sys
+for name in [name for name in sys.modules if name.startswith("lit_grpo")]:
+    del sys.modules[name]  # which a fork has got
 def tables():  # what can be named and built, by the file that has it
     methods, plans = (importlib.import_module(f"lit_grpo.methods{name}") for name in ("", ".plans"))
     for name in methods.shipped():

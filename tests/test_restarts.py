@@ -314,7 +314,7 @@ def test_two_servers_that_are_lost_in_one_step_are_both_told_of(
     monkeypatch.setattr(generator, "_bring", lambda weights, version: setattr(generator._fleet._servers[0], "up", True))
     asked: list[int] = []
     generator._pump = SimpleNamespace(  # pyrefly: ignore[bad-assignment]
-        begin=lambda ticket, client, prompt, fields, salt: asked.append(ticket),
+        begin=lambda ticket, client, prompt, fields, salt, shown: asked.append(ticket),
         cancel=lambda ticket: None,
         arrivals=lambda timeout_s: arrivals,
     )

@@ -187,13 +187,13 @@ def test_tokens_of_a_vocabulary_of_150_thousand_have_their_probability_down_to_t
     logits_V = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 4
     probs_V = logits_V.double().softmax(-1)
     order = probs_V.argsort(descending=True).tolist()
-    chosen = [*order[:4], *order[1000:1004], *order[size // 2 : size // 2 + 4], *order[-4:], 0, 511, 512, size - 1]
+    chosen = [order[0], order[1000], order[size // 2], order[-1], 0, 511, 512, size - 1]
     assert probs_V[chosen].max() > 1e-3 and probs_V[chosen].min() < 1e-12
 
     def first_number(targets: list[int]) -> np.ndarray:
         """The least random number that gives a token or one behind it, by bisection: tokens rise with it."""
         low, high = np.zeros(len(targets)), np.ones(len(targets))
-        for _ in range(60):
+        for _ in range(54):
             middle = (low + high) / 2
             tokens_B, *_ = sample_tokens(logits_V.expand(len(targets), -1), SamplingParams(), middle)
             reached = tokens_B.numpy() >= targets

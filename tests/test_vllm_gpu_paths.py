@@ -17,6 +17,7 @@ from lit_grpo.policy.weights import digest
 from lit_grpo.rollout.vllm import arguments, fleet
 from lit_grpo.rollout.vllm.arguments import engine_arguments, lora_arguments, sampling_fields, server_arguments
 from lit_grpo.rollout.vllm.http import _GENERATE
+from lit_grpo.rollout.vllm.images import _OTHER_PIXELS
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.types import Prompt, Request, SamplingParams
 
@@ -95,10 +96,10 @@ def test_workers_have_the_methods_that_are_called_by_name(used: Any) -> None:
 
 def test_arguments_and_sampling_parameters_are_fields(used: Any) -> None:
     request = Request(Prompt("a", (1,), ""), (0,), SamplingParams(max_tokens=4))
-    assert {*sampling_fields(request, 0, [1], True)} <= set(used["SamplingParams"])
+    assert {*sampling_fields(request, 0, [1], True, [2])} <= set(used["SamplingParams"])
     server_alone = {"stream_interval", "disable_uvicorn_access_log", "enable_scale_out"}
     given = {*engine_arguments("bfloat16", 8, True), *lora_arguments(8), *server_arguments("bfloat16", 8)}
-    given |= keys("engine.py", "_own_arguments")
+    given |= keys("engine.py", "_own_arguments") | {*_OTHER_PIXELS, "limit_mm_per_prompt"}
     assert given - server_alone <= set(used["EngineArgs"])
 
 

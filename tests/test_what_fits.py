@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import table_rows
 
 from lit_grpo.training.forecast import Sizes, forecast
 from scripts.what_fits import DEMAND, MEMORIES_GB, MODELS, SPARE, WAYS, row, sizes_of, table, what_fits
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory_and_cost.md"
-QUICK = ("Qwen3 0.6B", "Qwen3 8B", "LFM2 350M")
+QUICK = ("Llama 3.2 3B", "LFM2 350M")  # one that takes three of the ways, and a hybrid
 
 
 def test_the_page_has_a_row_for_each_model_and_no_other() -> None:
@@ -41,10 +42,13 @@ def test_what_stands_there_fits_and_a_slot_more_does_not() -> None:
             assert peaks[0] <= SPARE * memory_gb * 1e9 and (num_slots == 256 or peaks[1] > SPARE * memory_gb * 1e9)
 
 
-@pytest.mark.parametrize(
-    ("model", "parameters"),
-    [("Qwen2.5 0.5B", 494_032_768), ("Gemma 3 1B", 999_885_952), ("Llama 3.2 1B", 1_235_814_400)],
-)
+PUBLISHED = [
+    *(("Qwen2.5 0.5B", 494_032_768), ("Gemma 3 1B", 999_885_952)),
+    *(("Llama 3.2 1B", 1_235_814_400), ("Llama 3.2 3B", 3_212_749_824)),
+]
+
+
+@pytest.mark.parametrize(("model", "parameters"), table_rows(PUBLISHED, PUBLISHED[3:]))
 def test_a_shape_has_the_published_number_of_parameters(model: str, parameters: int) -> None:
     assert sizes_of(model, True, 4).parameters == parameters
 
@@ -67,7 +71,7 @@ def test_sizes_without_numbers_are_those_of_a_model() -> None:
 
 
 def test_copies_for_recorded_graphs_are_there_in_the_update_too() -> None:
-    sizes = sizes_of("Qwen3 0.6B", True, 4)
+    sizes = sizes_of("Llama 3.2 3B", True, 4)
     on_gpu, on_cpu = (forecast(sizes, replace(DEMAND, num_slots=8, device=device)) for device in ("cuda", "cpu"))
     copies = 2.0 * sizes.parameters
     assert on_gpu.resident["bfloat16 copies to decode with"] == copies == on_cpu.rollout["bfloat16 copies"]
@@ -75,7 +79,7 @@ def test_copies_for_recorded_graphs_are_there_in_the_update_too() -> None:
 
 
 def test_packed_copies_are_there_while_the_policy_decodes() -> None:
-    sizes = sizes_of("Qwen3 0.6B", False, 4)
+    sizes = sizes_of("Llama 3.2 3B", False, 4)
     plain, packed = (
         forecast(sizes, replace(DEMAND, num_slots=8, device="cpu", packed=value)) for value in (False, True)
     )

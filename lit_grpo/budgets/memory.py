@@ -71,8 +71,8 @@ class Remembered:
 
     @property
     def tokens(self) -> bytes:
-        """Tokens that equal completions share."""
-        return self.trajectory.token_ids_T.numpy().tobytes()
+        """Contents that equal completions share."""
+        return self.trajectory.contents.tobytes()
 
     def age(self, version: int) -> int:
         """Return the policy updates since its oldest token was sampled."""
@@ -105,8 +105,8 @@ class CompletionMemory:
         return len(self._known)
 
     def latest(self, rollouts: Iterable[Rollout]) -> list[Remembered]:
-        """Return what would be kept of a prompt's rollouts, which :meth:`add` takes."""
-        each = map(Remembered.of, rollouts)
+        """Return what would be kept of a prompt's rollouts, which :meth:`add` takes; none that has observed images."""
+        each = (Remembered.of(rollout) for rollout in rollouts if not rollout.completion.pictures)
         return list({one.tokens: one for one in each}.values())[-self.kept :]
 
     def add(self, completions: Iterable[Remembered]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
-IMAGE = "\ufffcimage\ufffc"
-"""Stands for an image in the text of a message; chat templates get a part of type ``image`` in its place."""
+IMAGE = f"\ufffcimage {secrets.token_hex(8)}\ufffc"
+"""Stands for an image in the text of a message; chat templates get a part of type ``image`` in its place.
+
+No text can spell it.
+"""
 
 NO_MESSAGE = 'has a chat message that is not {"role": text, "content": text}'
 LIMIT_S = 20.0
@@ -137,6 +141,16 @@ def in_parts(message: Message) -> Message:
     for number, text in enumerate(content.split(IMAGE)):
         parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
     return message | {"content": parts}
+
+
+def without_files(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose parts of type ``image`` hold nothing, for what reads texts alone."""
+    return [
+        message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def _in_accepted_form(

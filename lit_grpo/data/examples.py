@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from lit_grpo.budgets.rewriting import TextWriter
-    from lit_grpo.types import Prompt
+    from lit_grpo.types import Pictures, Prompt
 
 _MADE_UP = "MADEUPANSWER"
 _ASKED: Message = {"role": "user", "content": "Go on."}
@@ -46,12 +46,14 @@ class Example(NamedTuple):
         prompt_ids: Tokens of the prompt.
         answer_ids_T: Tokens after the prompt, int32.
         learned_T: Which of these are imitated, bool; the others are what users and tools said between turns.
+        pictures: The images of the prompt.
     """
 
     place: str
     prompt_ids: tuple[int, ...]
     answer_ids_T: np.ndarray
     learned_T: np.ndarray
+    pictures: Pictures | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -139,7 +141,8 @@ def render_example(
     """
     if answer is None:  # the conversation has it
         renderer = replace(renderer, continue_final_message=True, cut_answers=False)
-    conversation, options = renderer.conversation(row, tokenizer)
+    conversation, options = renderer.conversation(row, tokenizer, images := [])
+    pictures: Pictures | None = None
     if conversation is None:
         if answer is None:
             raise UnusableRow("has a prompt that is a text, and no answer; name the column of the answers")
@@ -154,6 +157,8 @@ def render_example(
         asked, answers = _divided(conversation, answer, turns)
         prompt, parts = _written(asked, answers, tokenizer, options)
         tokens = PartTokens(tokenizer, prompt, *(part.text for part in parts)).divided()
+        if images:
+            tokens[0], pictures = renderer.with_pictures(tokens[0], images)
         if len(tokens[0]) > renderer.max_prompt_tokens:
             limit = f"max_prompt_tokens={renderer.max_prompt_tokens}"
             raise UnusableRow(f"has a prompt of {len(tokens[0])} tokens, more than {limit}")
@@ -165,7 +170,7 @@ def render_example(
     if not parts[-1].ends and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(cast(int, tokenizer.eos_token_id))
         learned.append(True)
-    return Example(place, tuple(tokens[0]), np.array(ids, np.int32), np.array(learned, np.bool_))
+    return Example(place, tuple(tokens[0]), np.array(ids, np.int32), np.array(learned, np.bool_), pictures)
 
 
 class _NotBegun(UnusableRow):

@@ -208,8 +208,12 @@ class PromptDataModule(LightningDataModule):
         callbacks: list[Any] = [] if self.trainer is None else self.trainer.callbacks  # pyrefly: ignore[missing-attribute]
         found = [callback.conversing for callback in callbacks if isinstance(callback, Converses)]
         conversing = next((each for each in found if each is not None), None)
-        if self.renderer.image_column is not None and self.renderer.vision is None:
+        vision, of_rows = self.renderer.vision, self.renderer.image_column is not None
+        module = getattr(self.trainer, "lightning_module", None)
+        observes = conversing is not None and getattr(module, "vision", "none") != "none"
+        if vision is None and (of_rows or observes):
             vision = load_vision(self.policy, self._tokenizer)
+        if of_rows:
             self.renderer = replace(self.renderer, vision=vision)
         if conversing is not None:
             if self.renderer.chat_template is False:
@@ -217,7 +221,8 @@ class PromptDataModule(LightningDataModule):
                     "data.chat_template is false, and environments and tools go on with a conversation; leave it out."
                 )
             renderer = self.renderer
-            conversing.prepare(self._tokenizer, renderer.chat_template_kwargs or {}, renderer.split_special_tokens)
+            options = renderer.chat_template_kwargs or {}
+            conversing.prepare(self._tokenizer, options, renderer.split_special_tokens, vision)
         self.renderer = replace(self.renderer, conversing=conversing)
 
     def plug_in(self, rule: Plugin | None, rewriting: Sequence[Plugin], on_demand: bool) -> None:

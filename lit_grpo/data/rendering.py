@@ -22,6 +22,7 @@ from lit_grpo.process.terminal import listed
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lit_grpo.policy.architecture.vision import Vision
     from lit_grpo.types import Pictures
 
 
@@ -49,13 +50,20 @@ class Conversing(Protocol):
 
     datasets: ClassVar[frozenset[str]]
 
-    def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], plain_rows: bool = False) -> None:
+    def prepare(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any],
+        plain_rows: bool = False,
+        vision: Vision | None = None,
+    ) -> None:
         """Receive the tokenizer and the variables of its chat template, before any prompt is rendered.
 
         Args:
             tokenizer: Tokenizer of the policy, with which all prompts are rendered.
             options: Variables of the chat template.
             plain_rows: Whether control tokens that rows spell are encoded as plain characters.
+            vision: What reads images, if the policy sees them.
 
         Raises:
             ValueError: The chat template cannot show how the conversation goes on.
@@ -210,18 +218,13 @@ class PromptRenderer:
             conversing = self._conversing_with(row)
             messages = None if isinstance(prompt, str) and conversing is None else self._conversation(prompt)
             others = () if conversing is None else conversing.alternatives(row, self._covered(prompt, tokenizer))
-        if images and self._conversing_with(row) is not None:
-            raise UnusableRow("has images, which tools and environments cannot go on from; leave one of the two out")
-        if images:
-            messages = None if messages is None else [*map(in_parts, messages)]
-            try:
-                token_ids, pictures = self.vision.read(text, images)
-            except ValueError as error:
-                raise UnusableRow(f"has images that cannot be used: {error}") from None
-        elif others:
+        if others:
             token_ids = _unchanging(text, others, tokenizer, self._options(row))
         else:
             token_ids = ControlTokens.of(tokenizer).encode(text, adds_special_tokens)
+        if images:
+            messages = None if messages is None else [*map(in_parts, messages)]
+            token_ids, pictures = self.with_pictures(token_ids, images)
         while adds_special_tokens and token_ids and token_ids[-1] == tokenizer.eos_token_id:
             token_ids.pop()
         if not token_ids:
@@ -229,6 +232,13 @@ class PromptRenderer:
         text = ControlTokens.of(tokenizer).uncover(text)
         check_known(token_ids, text, tokenizer)
         return Rendered(tuple(token_ids), text, messages, pictures)
+
+    def with_pictures(self, token_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], Pictures]:
+        """Return tokens with those of their images, and these; raise :class:`UnusableRow` if these cannot be used."""
+        try:
+            return self.vision.read(token_ids, images)
+        except ValueError as error:
+            raise UnusableRow(f"has images that cannot be used: {error}") from None
 
     def written(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Written:
         return self._written(self._read(row), row, tokenizer)
@@ -239,11 +249,14 @@ class PromptRenderer:
         assert isinstance(prompt, str)
         return Written(ControlTokens.of(tokenizer).cover(prompt) if self.split_special_tokens else prompt, True)
 
-    def conversation(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message] | None, dict[str, Any]]:
-        """Return a row's conversation (None if its prompt is a text), and the variables of the chat template."""
-        prompt = self._read(row, images := [])
-        if images:
-            raise UnusableRow("has images, which examples with answers cannot have")
+    def conversation(
+        self, row: Row, tokenizer: PreTrainedTokenizerBase, images: list[Any] | None = None
+    ) -> tuple[list[Message] | None, dict[str, Any]]:
+        """Return a row's conversation (None if its prompt is a text), and the variables of the chat template.
+
+        ``images`` receives what the row gives for each image.
+        """
+        prompt = self._read(row, images)
         if not self._renders_as_chat(prompt, row):
             return None, {}
         return self._covered(prompt, tokenizer), self._options(row)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lit_grpo.data.chat import EndlessTemplate, UnusableRow
 from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.parts import PartTokens
-from lit_grpo.data.rendering import PromptRenderer, check_known
+from lit_grpo.data.rendering import PromptRenderer, Written, check_known
 from lit_grpo.data.sources import Row
 from lit_grpo.plugins import ask, read
 from lit_grpo.types import Prompt
@@ -75,14 +75,13 @@ class PromptWriter:
         if not text:
             return prompt
         with _told_as_value_errors():
-            if prompt.pictures is not None:
-                raise UnusableRow("has images, after which no beginning of an answer can be put")
             self._tokens(text)  # checks it
             asked = self._renderer.written(self._rows[prompt.prompt_id], self._tokenizer)
             tokens = PartTokens(self._tokenizer, asked.text, text, add_special_tokens=asked.adds_special_tokens)
-            num = len(tokens.divided(prompt.token_ids)[-1])
+            first_ids = self._written_ids(prompt, asked)
+            num = len(tokens.divided(first_ids)[-1])
             room = max(self.most_tokens - len(prompt.token_ids), 0)
-            shown, given = tokens.head(min(max(int(share * num), 1), room), prompt.token_ids)
+            shown, given = tokens.head(min(max(int(share * num), 1), room), first_ids)
         if not shown:
             return prompt
         return replace(prompt, token_ids=(*prompt.token_ids, *shown), text=prompt.text + given, given=given)
@@ -128,9 +127,15 @@ class PromptWriter:
             covered = ControlTokens.of(self._tokenizer).cover(text)
             asked = self._renderer.written(self._rows[prompt.prompt_id], self._tokenizer)
             tokens = PartTokens(self._tokenizer, asked.text, covered, add_special_tokens=asked.adds_special_tokens)
-            ids = tokens.divided(prompt.token_ids)[-1]
+            ids = tokens.divided(self._written_ids(prompt, asked))[-1]
             check_known(ids, text, self._tokenizer, "text")
             return ids
+
+    def _written_ids(self, prompt: Prompt, asked: Written) -> tuple[int, ...]:
+        """Return the tokens of a prompt as it is written, with one placeholder for each image."""
+        if prompt.pictures is None:
+            return prompt.token_ids
+        return tuple(ControlTokens.of(self._tokenizer).encode(asked.text, asked.adds_special_tokens))
 
     def decoded(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

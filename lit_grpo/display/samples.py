@@ -68,9 +68,14 @@ def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
             f"{call['name']}({', '.join(f'{name}={value!r}' for name, value in call['arguments'].items())})"
             for call in calls
         )
-        said = " ".join(filter(None, (message.get("reasoning_content"), message["content"], *called)))
+        said = " ".join(filter(None, (message.get("reasoning_content"), as_text(message["content"]), *called)))
         lines.append(f"{message['role']}: {said}")
     return "\n".join(lines)
+
+
+def as_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """Return the content of a message, in which an image is written ``(image)``."""
+    return content or "" if isinstance(content, str | None) else "".join(_.get("text", "(image)") for _ in content)
 
 
 def ends(console: Console, text: str, width: int, most: int, head: int) -> list[Text]:

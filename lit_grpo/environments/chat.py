@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lit_grpo.data.chat import Message, UnusableRow, apply_template, render_chat
+from lit_grpo.data.chat import Message, UnusableRow, apply_template, read_message, render_chat
 from lit_grpo.data.control import ControlTokens
 from lit_grpo.data.parts import PartTokens, num_common
 from lit_grpo.data.rendering import with_added
@@ -28,6 +28,9 @@ from lit_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lit_grpo.policy.architecture.vision import Vision
+    from lit_grpo.types import Pictures
 
 _MARK = "MARKOFATURN"
 _SHOWN = "ANANSWER"
@@ -65,6 +68,10 @@ class _Following(NamedTuple):
     last: frozenset[int] = frozenset()
 
 
+Content = str | list[dict[str, Any]]
+"""A text, or parts of a message that are texts and images, each image as its file."""
+
+
 class Chat:
     """A tokenizer's chat template, for conversations that are extended turn by turn.
 
@@ -80,10 +87,12 @@ class Chat:
             :data:`lit_grpo.environments.calls.RESPONSE_TEMPLATES`. By default the tokenizer's ``response_template``,
             else the first format that parses a sample call rendered by the chat template.
         plain_rows: Whether rows are encoded as plain characters too.
+        vision: What reads images, if the policy sees them.
 
     Attributes:
         form: Format with which calls are parsed; ``response_template`` for the tokenizer's own, None if no format
             parses the sample call.
+        shows_images: Whether tools and environments may return images.
 
     Raises:
         ValueError: There is no chat template, or one that does not end turns with a token of their own.
@@ -95,12 +104,14 @@ class Chat:
         options: Mapping[str, Any] | None = None,
         form: str | None = None,
         plain_rows: bool = False,
+        vision: Vision | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
             raise ValueError(
                 "Environments need a chat template, but the policy's tokenizer has none; choose a chat model."
             )
         self.tokenizer, self.options, self.plain_rows = tokenizer, dict(options or {}), plain_rows
+        self.vision, self.shows_images = vision, vision is not None
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ValueError(
                 "The policy's tokenizer is no fast tokenizer (of the library tokenizers), so text of tools could "
@@ -161,27 +172,33 @@ class Chat:
     # ---- what they read ------------------------------------------------------------------------------
 
     def cover(self, message: Message) -> Message:
-        """Return a message of which no text becomes a control token; what the policy has said stays as it is."""
+        """Return a message of which no text becomes a control token; what the policy has said stays as it is.
+
+        Content in parts becomes a text, in which :data:`lit_grpo.data.chat.IMAGE` stands for each image.
+        """
+        message = read_message(message, []) if isinstance(message["content"], list) else message
         return self._control.cover_message(message)
 
-    def conversation(self, prompt: Prompt, added: str = "", more: Sequence[Message] = ()) -> list[Message]:
+    def conversation(self, prompt: Prompt, added: Content = "", more: Sequence[Message] = ()) -> list[Message]:
         """Return a row's conversation and what follows it, for :meth:`beginning`.
 
         Args:
             prompt: The prompt; control tokens in its row are encoded as plain characters only with ``plain_rows``.
-            added: A text of an environment, at the end of the last user message.
+            added: What an environment says, at the end of the last user message.
             more: Messages after the prompt.
 
         Raises:
             UnusableRow: There is no user message to which the text could be added.
         """
         begins: list[Message] = list(prompt.messages or [{"role": "user", "content": ""}])
+        if prompt.pictures is not None:
+            begins = [read_message(message, []) for message in begins]
         begins = [*map(self.cover, begins)] if self.plain_rows else begins
-        begins = with_added(begins, self._control.cover(added)) if added else begins
+        begins = with_added(begins, self.cover({"role": "user", "content": added})["content"]) if added else begins
         return [*begins, *map(self.cover, more)]
 
-    def opening(self, prompt: Prompt, text: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens that follow a prompt whose last user message ends in ``text``."""
+    def opening(self, prompt: Prompt, text: Content, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens that follow a prompt whose last user message ends in ``text``, for :meth:`shown`."""
         try:
             added = self.beginning(prompt, self.conversation(prompt, text), tools)
         except UnusableRow as error:
@@ -196,10 +213,36 @@ class Chat:
     def beginning(
         self, prompt: Prompt, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> list[int] | None:
-        """Return the tokens of a whole conversation after its prompt's; None if it does not begin with those."""
-        token_ids = self._control.encode(self._rendered(messages, tools))
-        num = len(prompt.token_ids)
+        """Return the tokens of a whole conversation after its prompt's; None if it does not begin with those.
+
+        They are for :meth:`shown`.
+        """
+        token_ids, num = self._control.encode(self._rendered(messages, tools)), len(prompt.token_ids)
+        if prompt.pictures is not None:
+            assert self.vision is not None
+            places = [place for place, token in enumerate(token_ids) if token == self.vision.placeholder]
+            own = prompt.pictures.images
+            end = places[len(own)] if len(places) > len(own) else len(token_ids)
+            begins, _ = self.vision.read(token_ids[:end], own)
+            token_ids = begins + token_ids[end:]
         return token_ids[num:] if tuple(token_ids[:num]) == prompt.token_ids else None
+
+    def shown(self, token_ids: list[int], observed: Sequence[Content]) -> tuple[list[int], Pictures | None]:
+        """Return tokens of what was observed with those of its images in place of one each, and these.
+
+        Raises:
+            UnusableRow: The chat template does not show as many images as there are, or ends in one.
+        """
+        images = [part["image"] for each in observed if isinstance(each, list) for part in each if "image" in part]
+        if self.vision is None or not (images or self.vision.placeholder in token_ids):
+            return token_ids, None
+        try:
+            expanded, pictures = self.vision.read(token_ids, images)
+        except ValueError as error:
+            raise UnusableRow(f"has images that cannot be shown: {error}") from None
+        if token_ids[-1] == self.vision.placeholder:
+            raise UnusableRow("ends in an image, after which the chat template begins no turn")
+        return expanded, pictures
 
     def text_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of a conversation that the policy answers."""
@@ -210,6 +253,8 @@ class Chat:
 
     def following(self, messages: Sequence[Message], last: int) -> list[int]:
         """Return the tokens between a turn and the next one: messages of tools or the user, and the next one's start.
+
+        They are for :meth:`shown`.
 
         Args:
             messages: The messages to add, at least one.

@@ -1,6 +1,8 @@
 """The interface of environments: TRL's unchanged, with optional members.
 
-TRL's contract (``environment_factory``)::
+What ``reset``, ``respond`` and tools return is a text; or, for a policy that sees images, a list of parts such as
+``{"type": "text", "text": "The screen:"}`` and ``{"type": "image", "image": screenshot}``, an image of Pillow. TRL's
+contract (``environment_factory``)::
 
     class Game:
         def reset(self, **columns) -> str | None:      # the text is added to the last user message

@@ -18,10 +18,11 @@ from lit_grpo.types import EMPTY, Completion, Episode, FinishReason, Request, Tr
 if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
     from lit_grpo.environments.calls import Turn
-    from lit_grpo.environments.chat import Chat
+    from lit_grpo.environments.chat import Chat, Content
     from lit_grpo.environments.contract import Kind
     from lit_grpo.environments.log import EnvironmentLog
     from lit_grpo.process.calls import Calls
+    from lit_grpo.types import Pictures
 
 
 class Earlier(NamedTuple):
@@ -83,7 +84,8 @@ class TrajectoryDriver:
         messages: The conversation after the prompt.
         turn_rewards: The reward of each turn, if the environment gives one.
         num_turns: Turns of the present attempt.
-        token_ids: The tokens after the prompt when the rollout and this trajectory last exchanged a turn.
+        contents: What came after the prompt when the rollout and this trajectory last exchanged a turn
+            (:attr:`lit_grpo.types.Trajectory.contents`).
         waits: Whether the rollout waits for the environment.
         work: Done as soon as there is something in ``events`` for which the rollout waits.
         waited_s: Seconds in which the environment was at work.
@@ -109,10 +111,11 @@ class TrajectoryDriver:
         self.environment = self._fresh()
         self.messages: list[Message] = []
         self.turn_rewards: list[float] = []
-        self.said = self.asked = ""  # what reset added to the prompt, and the prompt's text with it
+        self.said: Content = ""  # what reset added to the prompt
+        self.asked = ""  # the prompt's text with it
         self.num_turns = self._num_failed = 0
         self._closing: list[Future[Any]] = []  # of environments that have failed
-        self.token_ids: list[int] = []
+        self.contents: list[int] = []
         self.waits, self.work = False, Future[None]()
         self.waited_s, self.began = 0.0, time.monotonic()
         self._since = self.began  # the environment has been at work
@@ -192,11 +195,11 @@ class TrajectoryDriver:
     async def _begin(self) -> Request:
         """Reset the environment; return the request of the first turn."""
         self.num_turns, self.messages, self.turn_rewards = 0, [], []
-        self.said = self.asked = ""
+        self.said, self.asked = "", ""
         prompt, most = self.request.prompt, self.request.sampling.max_observed
-        self.said = await self.environment.reset(prompt)
+        self.said = await self.environment.reset(prompt, self.chat.shows_images)
         self.log.has_begun = True
-        observed = self.chat.opening(prompt, self.said, self.kind.schemas)
+        observed, pictures = self._shown(self.chat.opening(prompt, self.said, self.kind.schemas), [self.said])
         if len(observed) > most:
             raise ValueError(
                 f"{self.kind.name}.reset returned too much text for prompt {prompt.prompt_id}: {len(observed)} tokens, "
@@ -204,7 +207,7 @@ class TrajectoryDriver:
             )
         if self.said:
             self.asked = self.chat.text_of(self.chat.conversation(prompt, self.said), self.kind.schemas)
-        return self.request.after(EMPTY.followed_by(observed) if observed else EMPTY)
+        return self.request.after(EMPTY.followed_by(observed, pictures=pictures) if observed else EMPTY)
 
     async def _restore(self, request: Request, state: Mapping[str, Any]) -> Request:
         """Restore the state of an earlier environment; return the request of the next turn."""
@@ -222,10 +225,18 @@ class TrajectoryDriver:
 
     def _follow(self, completion: Completion, answers: Sequence[Message]) -> Request | None:
         """Return the request of the next turn; None if it would exceed ``max_observed``."""
-        observed = self.chat.following(answers, completion.turns[-1][-1])
+        following = self.chat.following(answers, completion.turns[-1][-1])
+        observed, pictures = self._shown(following, [answer["content"] for answer in answers])
         if completion.num_observed + len(observed) > self.request.sampling.max_observed:
             return None
-        return self.request.after(completion.followed_by(observed))
+        return self.request.after(completion.followed_by(observed, pictures=pictures))
+
+    def _shown(self, token_ids: list[int], observed: Sequence[Content]) -> tuple[list[int], Pictures | None]:
+        """Return what :meth:`Chat.shown` does; the run ends where the chat template does not show the images."""
+        try:
+            return self.chat.shown(token_ids, observed)
+        except UnusableRow as error:
+            raise ValueError(f"What {self.kind.name} shows {error}.") from None
 
     async def _reward_turn(self) -> None:
         if "turn_reward" in self.kind.methods:
@@ -258,7 +269,7 @@ class TrajectoryDriver:
     def start(self, request: Request | None = None, state: Mapping[str, Any] | None = None) -> None:
         """Start to play; with a ``state`` resume after the prefix of ``request``, where that state was saved."""
         if request is not None and state is not None:
-            self.token_ids = request.prefix.token_ids_T.tolist()
+            self.contents = request.prefix.contents.tolist()
         self.waits = True
         self._played = self.calls.start(self._play(request or self.request, state))
         self._played.add_done_callback(self._broke)
@@ -296,10 +307,10 @@ class TrajectoryDriver:
     def took(self, event: Event) -> None:
         self.waits = False
         if isinstance(event, Sample):
-            self.token_ids = event.resume.request.prefix.token_ids_T.tolist()
+            self.contents = event.resume.request.prefix.contents.tolist()
 
     def take_turn(self, completion: Completion) -> None:
-        self.token_ids, self._has_sampled = completion.token_ids_T.tolist(), True
+        self.contents, self._has_sampled = completion.contents.tolist(), True
         self.waits, self.work, self._since = True, Future(), time.monotonic()
         self.calls.start(self._bring(completion))
 
@@ -309,9 +320,9 @@ class TrajectoryDriver:
 
     def doing_after(self, num_tokens: int) -> Literal["answering", "sampling", "lost"]:
         """Return who is at work where the rollout has so many tokens: the environment, the policy, or neither."""
-        if self.waits and len(self.token_ids) == num_tokens:
+        if self.waits and len(self.contents) == num_tokens:
             return "answering"
-        return "sampling" if len(self.token_ids) <= num_tokens > 0 else "lost"
+        return "sampling" if len(self.contents) <= num_tokens > 0 else "lost"
 
     def whole(self, completion: Completion) -> Completion:
         """Return the whole trajectory, if ``completion`` is what the present request has come to."""
@@ -375,7 +386,15 @@ class RerenderingDriver(TrajectoryDriver):
     async def _begin(self) -> Request:
         request = await super()._begin()
         self._next = Earlier(contexts=(tuple(request.prefix.token_ids_T.tolist()),))
+        self._check_texts(bool(request.prefix.pictures))
         return request
+
+    def _check_texts(self, has_images: bool) -> None:
+        if has_images:
+            raise ValueError(
+                f"{self.kind.name} shows images, and history rerendered writes observations of texts alone; set "
+                "history of the plug-in environments to appended."
+            )
 
     def _asking(self, request: Request, state: Mapping[str, Any] | None) -> Sample:
         sample = replace(super()._asking(request, state), earlier=self._next)
@@ -411,9 +430,11 @@ class RerenderingDriver(TrajectoryDriver):
         """
         prompt, sampling = self.request.prompt, self.request.sampling
         observed = self.chat.following(answers, completion.turns[-1][-1])
+        self._check_texts(any(isinstance(answer["content"], list) for answer in answers))
         try:
             messages = self.chat.conversation(prompt, self.said, self.messages)
             context = self.chat.beginning(prompt, messages, self.kind.schemas)
+            self.chat.shown(context or [], [])  # the policy may spell the placeholder of an image
         except UnusableRow as error:
             self.log.tell(f"A turn of the policy {error} Such trajectories end there, and count as cut short.")
             return None

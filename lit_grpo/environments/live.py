@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_grpo.environments.calls import MalformedCall, ToolCall, Turn
 from lit_grpo.environments.contract import EnvironmentFailed, Kind
+from lit_grpo.policy.architecture.vision import read_image
 from lit_grpo.process.calls import BrokenLoop, Calls, CallTimeout, TooManyHang
 from lit_grpo.process.terminal import error_text
 from lit_grpo.process.values import PLAIN, find_foreign, from_written, to_written
@@ -18,7 +19,7 @@ from lit_grpo.rewards.function import read_value
 
 if TYPE_CHECKING:
     from lit_grpo.data.chat import Message
-    from lit_grpo.environments.chat import Chat
+    from lit_grpo.environments.chat import Chat, Content
     from lit_grpo.environments.log import EnvironmentLog
     from lit_grpo.types import Prompt
 
@@ -52,8 +53,8 @@ class ForeignState(Failure):
     """An environment's state holds a value that no checkpoint can hold."""
 
 
-class NotText(ValueError):
-    """A tool or environment returns something that is not text. The run ends."""
+class NotShown(ValueError):
+    """A tool or environment returns what the policy cannot be shown. The run ends."""
 
 
 COMPUTED = 0.9
@@ -106,8 +107,8 @@ class LiveEnvironment:
         if self.kind.type is not None:
             self.object = await self._guarded("is made", self.kind.make, False, self.limits.reset_timeout_s)
 
-    async def reset(self, prompt: Prompt) -> str:
-        """Construct and reset the environment; return what it adds to the prompt."""
+    async def reset(self, prompt: Prompt, sees: bool = False) -> Content:
+        """Construct and reset the environment; return what it adds to the prompt. Images only for one that ``sees``."""
         await self.make()
         if self.kind.type is None:
             return ""
@@ -115,9 +116,9 @@ class LiveEnvironment:
         said = await self._guarded(
             "is reset", lambda: given.reset(**arguments), self._is_async("reset"), self.limits.reset_timeout_s
         )
-        text = "" if said is None else await self._text(said, "reset")
+        content: Content = "" if said is None else await self._content(said, "reset", sees)
         await self._try_state()
-        return text
+        return content
 
     async def restore(self, state: Any) -> None:
         await self.make()
@@ -186,7 +187,8 @@ class LiveEnvironment:
         said = await self._guarded("is asked to respond", lambda: given.respond(content), self._is_async("respond"))
         if said is None:
             return []
-        return [{"role": "user", "content": self._shortened(await self._text(said, "respond"), chat)}]
+        content = await self._content(said, "respond", chat.shows_images)
+        return [{"role": "user", "content": self._shortened(content, chat)}]
 
     async def _call_all(self, calls: Sequence[ToolCall | MalformedCall], chat: Chat) -> list[Message]:
         """Make the calls of a turn in their order; return an answer to each, up to the end of the episode."""
@@ -196,15 +198,15 @@ class LiveEnvironment:
                 self._log.counts["broken_calls"] += 1
                 name, result = "unknown", {"error": f"the call cannot be read: {call.why}"}
             else:
-                name, result = call.name, await self._call(call)
-            content = self._shortened(text_of(result, name), chat)
-            answers.append({"role": "tool", "name": name, "content": content})
+                name, result = call.name, await self._call(call, chat.shows_images)
+            content = result if isinstance(result, list) else text_of(result)
+            answers.append({"role": "tool", "name": name, "content": self._shortened(content, chat)})
             if await self.is_done():
                 break
         return answers
 
-    async def _call(self, call: ToolCall) -> Any:
-        """Call one tool; return its result, or the error that the policy reads."""
+    async def _call(self, call: ToolCall, sees: bool) -> Any:
+        """Call one tool; return its result as text or parts, or the error that the policy reads."""
         counts, called = self._log.counts, self._log.called
         counts["tool_calls"] += 1
         tool = self.kind.tools.get(call.name)
@@ -216,7 +218,7 @@ class LiveEnvironment:
             arguments = copy.deepcopy(call.arguments)  # the conversation keeps those that the policy wrote
             result = await self._within(lambda: tool.function(*own, **arguments), tool.is_async)
             if not isinstance(result, str):  # printing it is a call of the user's code too
-                result = await self._within(lambda: text_of(result, f"the tool {call.name}"), False)
+                result = await self._within(lambda: content_of(result, f"the tool {call.name}", sees), False)
         except CallTimeout as error:
             counts["tool_timeouts"] += 1
             limit = f"the call took longer than {self.limits.tool_timeout_s:g} s"
@@ -226,7 +228,7 @@ class LiveEnvironment:
                 raise Failure(f"hangs in {call.name}") from None
             counts["tool_failures"] += 1
             return {"error": limit}
-        except (TooManyHang, NotText, BrokenLoop):
+        except (TooManyHang, NotShown, BrokenLoop):
             raise
         except FAILURES as error:
             called(call.name, error_text(error))
@@ -261,14 +263,19 @@ class LiveEnvironment:
             f"is asked for {what or name}", lambda: getattr(given, name)(), self._is_async(name), at_once=at_once
         )
 
-    async def _text(self, said: Any, method: str) -> str:
-        who = f"{self.kind.name}.{method}"
+    async def _content(self, said: Any, method: str, sees: bool) -> Content:
         if isinstance(said, str):
-            return text_of(said, who)
-        return await self._guarded(f"has what {method} returned printed", lambda: text_of(said, who), False)
+            return text_of(said)
+        who = f"{self.kind.name}.{method}"
+        return await self._guarded(f"has what {method} returned printed", lambda: content_of(said, who, sees), False)
 
-    def _shortened(self, text: str, chat: Chat) -> str:
-        text, is_cut = chat.shorten(text, self.limits.max_answer_tokens)
+    def _shortened(self, content: Content, chat: Chat) -> Content:
+        """Cut texts that are too long, each part by itself; images stay whole."""
+        if isinstance(content, list):
+            return [
+                part | {"text": self._shortened(part["text"], chat)} if "text" in part else part for part in content
+            ]
+        text, is_cut = chat.shorten(content, self.limits.max_answer_tokens)
         self._log.counts["shortened_answers"] += is_cut
         return text
 
@@ -290,7 +297,7 @@ class LiveEnvironment:
         except CallTimeout:
             self._log.counts["timeouts"] += 1
             raise Failure(f"takes too long when it {what}") from None
-        except (TooManyHang, NotText, BrokenLoop):
+        except (TooManyHang, NotShown, BrokenLoop):
             raise
         except (Exception, *FAILURES) as error:  # a user's function runs here, and may fail in any way
             raise Failure(f"fails when it {what} ({error_text(error)})") from error
@@ -319,22 +326,62 @@ def copied(state: Any) -> Any:
         raise Failure(f"returns a state that cannot be copied ({error_text(error)})") from error
 
 
-def text_of(said: Any, who: str) -> str:
-    r"""Return what a tool or environment says as text: content blocks joined, and anything else as Python prints it.
+def content_of(said: Any, who: str, sees: bool) -> Content:
+    """Return what a tool or environment says: content parts, joined if all are texts, and else as Python prints it.
 
-    A lone surrogate, which no tokenizer takes, is written as ``\ud800``.
+    An image becomes a file of its own, which nobody changes afterwards.
+
+    Args:
+        said: What was returned.
+        who: Who returned it, for messages.
+        sees: Whether the policy sees images in observations.
 
     Raises:
-        NotText: A content block is no text.
+        NotShown: A part is neither a text nor an image, or an image where the policy sees none.
+        EnvironmentFailed: An image cannot be decoded.
         Exception: Whatever printing it raises.
     """
-    is_blocks = isinstance(said, list) and said and all(isinstance(block, dict) and "type" in block for block in said)
-    for block in said if is_blocks else ():
-        if block["type"] != "text":
-            raise NotText(f"{who} returns content that is not text, and conversations are text alone; return text.")
-        if not isinstance(block.get("text"), str):
-            raise NotText(f"{who} returns a content block without a text; write it as {{'type': 'text', 'text': ...}}.")
-    if is_blocks:
-        said = "".join(block["text"] for block in said)
+    loose = said if isinstance(said, list | tuple) else said.values() if isinstance(said, dict) else [said]
+    if not _is_parts(said):
+        if any(hasattr(each, "mode") and hasattr(each, "getpixel") for each in loose):
+            raise NotShown(f"{who} returns an image by itself; {_IN_PARTS}.")
+        return text_of(said)
+    parts: list[dict[str, Any]] = []
+    for part in said:
+        match part["type"]:
+            case "text" if isinstance(part.get("text"), str):
+                parts.append({"type": "text", "text": text_of(part["text"])})
+            case "text":
+                raise NotShown(
+                    f"{who} returns a content block without a text; write it as {{'type': 'text', 'text': ...}}."
+                )
+            case "image" if not sees:
+                raise NotShown(
+                    f"{who} returns an image, and the policy sees none in observations; return text, or set "
+                    "model.vision and take model.generator slots."
+                )
+            case "image" if part.get("image") is None:
+                raise NotShown(f"{who} returns a part of type image without one; {_IN_PARTS}.")
+            case "image":
+                try:
+                    parts.append({"type": "image", "image": read_image(part["image"], "an image")})
+                except ValueError as error:
+                    raise EnvironmentFailed(f"in what {who} returns {error}") from None
+            case _:
+                raise NotShown(f"{who} returns content that is neither text nor an image; {_IN_PARTS}.")
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+_IN_PARTS = "return parts, {'type': 'text', 'text': ...} and {'type': 'image', 'image': ...}"
+
+
+def _is_parts(said: Any) -> bool:
+    return isinstance(said, list) and bool(said) and all(isinstance(each, dict) and "type" in each for each in said)
+
+
+def text_of(said: Any) -> str:
+    r"""Return a text, or else what Python prints of it; a lone surrogate, which no tokenizer takes, as ``\ud800``."""
     text = str.__str__(said) if isinstance(said, str) else str(said)  # of no class of its own, for checkpoints
     return text.encode("utf-8", "backslashreplace").decode()

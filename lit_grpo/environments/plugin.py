@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from lit_grpo.data.chat import Message
     from lit_grpo.data.sources import Row
+    from lit_grpo.policy.architecture.vision import Vision
     from lit_grpo.rollout.generator import StepEvents
     from lit_grpo.scheduling.ledger import RequestLedger
 
@@ -42,13 +43,13 @@ Seconds = Annotated[float, Limit(gt=0, finite=True)]
 
 
 class Snapshot(NamedTuple):
-    """A trajectory as its environment had answered, and its state then.
+    """A trajectory as its environment had answered, by its contents (:attr:`lit_grpo.types.Trajectory.contents`).
 
     The state is None where it cannot be gone on from: the environment was at work, or has no ``state``.
     """
 
     path: SamplePath
-    token_ids: list[int]
+    contents: list[int]
     state: dict[str, Any] | None
 
     def fits(self, request: Request) -> tuple[int, int, bool, SamplePath]:
@@ -58,8 +59,8 @@ class Snapshot(NamedTuple):
         parent's state is taken, and of its equally near relatives that of the last path, whichever came first. What the
         request has come to since must have been sampled, not observed.
         """
-        num, prefix = len(self.token_ids), request.prefix
-        if prefix.token_ids_T[:num].tolist() != self.token_ids or bool((prefix.versions_T[num:] == OBSERVED).any()):
+        num, prefix = len(self.contents), request.prefix
+        if prefix.contents[:num].tolist() != self.contents or bool((prefix.versions_T[num:] == OBSERVED).any()):
             return (-1, -1, False, ())
         parts = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.path, request.path, strict=False))
         num_common = sum(1 for _ in parts)
@@ -131,6 +132,7 @@ class Trajectories(Plugin):
 
     traits: ClassVar[frozenset[str]] = frozenset({"evaluates"})
     _more_counts: ClassVar[tuple[str, ...]] = ()
+    _shows_images = True  # in observations; of a class, whether it goes on from images at all
 
     def lead(
         self,
@@ -193,13 +195,21 @@ class Trajectories(Plugin):
 
     # ---- prompts ------------------------------------------------------------------------------------
 
-    def prepare(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], plain_rows: bool = False) -> None:
+    def prepare(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any],
+        plain_rows: bool = False,
+        vision: Vision | None = None,
+    ) -> None:
         """Try the chat template on the turns that will come."""
-        if self.chat is not None and self.chat.tokenizer is tokenizer:
+        if vision is not None and not type(self)._shows_images:
+            raise ValueError(f"{type(self).__name__} sends texts alone; leave out data.image_column and model.vision.")
+        if (known := self.chat) is not None and known.tokenizer is tokenizer and (known.vision or vision is None):
             return
         kinds = self.kinds.values()
         try:
-            self.chat = Chat(tokenizer, options, self._form, plain_rows)
+            self.chat = Chat(tokenizer, options, self._form, plain_rows, vision)
             told = self.chat.check(
                 schemas=[schema for kind in kinds for schema in kind.schemas],
                 calls=any(kind.tools for kind in kinds),
@@ -212,6 +222,8 @@ class Trajectories(Plugin):
             self._log.tell(sentence)
 
     def on_policy_start(self, eos_ids: Sequence[int]) -> None:
+        if self.chat is not None:
+            self.chat.shows_images &= self._shows_images
         if self.chat is not None and any(kind.tools for kind in self.kinds.values()):
             for sentence in self.chat.check_ends(eos_ids):
                 self._log.tell(sentence)
@@ -315,7 +327,7 @@ class Trajectories(Plugin):
                 *(len(failed), len(drivers), name, failure),
             )
         kept = {key: None if isinstance(state, Failure) else state for key, state in states.items()}
-        return {key: [Snapshot(key[2], driver.token_ids, kept[key])] for key, driver in drivers.items()}
+        return {key: [Snapshot(key[2], driver.contents, kept[key])] for key, driver in drivers.items()}
 
     def on_group(self, group: RolloutGroup) -> None:
         """No more requests begin within those of a group, and it is to be scored."""
@@ -392,7 +404,7 @@ class Trajectories(Plugin):
                 if event.resume.how == "again":
                     record.begun = []  # what a failed attempt has left is no part of the trajectory any more
                 if event.state is not None:
-                    record.begun.append(Snapshot(key[2], driver.token_ids, event.state))
+                    record.begun.append(Snapshot(key[2], driver.contents, event.state))
                 resumed.append(event.resume)
         self._events.extend(of_others)
         resumed.sort(key=lambda each: (RESUMED.index(each.how), each.request.key))
@@ -481,7 +493,7 @@ class Trajectories(Plugin):
         it is how many of each tool have failed.
         """
         places = self._places()
-        trajectories = [[list(key), [[each.token_ids, each.state] for each in places[key]]] for key in places]
+        trajectories = [[list(key), [[each.contents, each.state] for each in places[key]]] for key in places]
         return {"trajectories": trajectories, "tool_calls": self._log.tool_calls.state_dict()}
 
     def _places(self) -> dict[Key, list[Snapshot]]:
@@ -493,7 +505,7 @@ class Trajectories(Plugin):
         """Go on from a checkpoint; trajectories whose environments cannot be restored begin again, and are counted."""
         self._groups = {}
         for (name, visit, path), places in state["trajectories"]:
-            kept = [Snapshot(tuple(path), token_ids, state_then) for token_ids, state_then in places]
+            kept = [Snapshot(tuple(path), contents, state_then) for contents, state_then in places]
             self._groups.setdefault((name, visit), {})[tuple(path)] = Record(kept=kept)
         self._log.tool_calls.load_state_dict(state["tool_calls"])
 
@@ -606,6 +618,7 @@ class Environments(Trajectories):
 
     def check(self, run: RunFacts) -> None:
         check_room(run, "answers of tools and environments need")
+        self._shows_images = run.abilities is None or "observed_images" in run.abilities
 
     def setup(self) -> None:
         """Load factories and tools."""

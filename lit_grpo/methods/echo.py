@@ -11,6 +11,7 @@ return, a model of its environments, from tokens that the update computes anyway
 
 Observed tokens of a completion whose earlier turns were rendered again for each turn (``Completion.contexts``) get no
 weight: each turn has a row with a context of its own there, and an observed token would stand in several of them.
+Observations with images get none either, because the placeholder of an image is no text that could be predicted.
 
 Evidence: gradients equal those of the model's own forward pass in float64, in ``tests/test_echo.py``. A gain in reward
 has not been shown here.
@@ -47,7 +48,10 @@ class Echo(Plugin):
         for rollout in batch.rollouts:
             completion = rollout.completion
             if rollout.kept and completion.num_observed and not completion.contexts:
-                batch.set("ce_weight", rollout, self.weight * (completion.versions_T == OBSERVED).float())
+                weights_T = self.weight * (completion.versions_T == OBSERVED).float()
+                for place, each in completion.pictures:
+                    weights_T[place : place + each.num_tokens] = 0
+                batch.set("ce_weight", rollout, weights_T)
 
 
 PLUGINS = {"echo": Echo()}

@@ -60,7 +60,7 @@ class EPTree(Branching):
     def on_batch(self, batch: Batch) -> None:
         """Give each token its step signal; 0 to those of a leaf without a reward."""
         for group in batch.groups:
-            sequences = [rollout.completion.token_ids_T.numpy() for rollout in group.rollouts]
+            sequences = [rollout.completion.contents for rollout in group.rollouts]
             signals = step_signals(sequences, [rollout.reward for rollout in group.rollouts])
             for rollout, signal in zip(group.rollouts, signals, strict=True):
                 batch.set("token_advantage", rollout, torch.from_numpy(signal)[rollout.completion.trained_T])

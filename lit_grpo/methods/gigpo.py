@@ -50,8 +50,8 @@ class GiGPO(Plugin):
 
 
 def states(completion: Completion) -> list[tuple[int, ...]]:
-    """Return what was observed right before each turn of a completion, as tokens; nothing before the first."""
-    token_ids: list[int] = completion.token_ids_T.tolist()
+    """Return what was observed right before each turn of a completion, by its contents; nothing before the first."""
+    token_ids: list[int] = completion.contents.tolist()
     found: list[tuple[int, ...]] = []
     begin, observed, in_turn = 0, (), False
     for segment in completion.segments:

@@ -171,7 +171,8 @@ def _sampled(example: Example, place: int) -> Rollout:
 
 
 def _rollout(example: Example, prompt_id: str, visit: int, versions_T: np.ndarray) -> Rollout:
-    prompt, ids_T = Prompt(prompt_id, example.prompt_ids, "", visit=visit), example.answer_ids_T
+    prompt = Prompt(prompt_id, example.prompt_ids, "", visit=visit, pictures=example.pictures)
+    ids_T = example.answer_ids_T
     request = Request(prompt, (0,), SamplingParams())
     return Rollout(prompt, Completion(request, ids_T, np.zeros(len(ids_T), np.float32), versions_T, "stop"))
 

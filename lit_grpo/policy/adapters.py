@@ -11,10 +11,11 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Limit, Positive, check_fields
-from lit_grpo.policy.architecture.vision import frozen_layers
+from lit_grpo.policy.architecture.vision import frozen_layers, image_features, sees, small_image
 from lit_grpo.policy.weights import active_adapters, adapted_parameter, is_adapter, lora_layers
 from lit_grpo.process.packages import require
 from lit_grpo.ranks import Ranks
+from lit_grpo.types import Pictures
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -181,7 +182,7 @@ def _passed_over(policy: PreTrainedModel) -> list[str]:
 
     An adapter of such a layer, for example Jamba's ``dt_proj``, would be merged into an export and have no part in
     training. A layer counts as called if a layer of the same name is called, because the few tokens here do not reach
-    every expert. An outline without weights cannot be run: no layer is returned.
+    every expert. A vision tower sees a small image. An outline without weights cannot be run: no layer is returned.
     """
     linear = {name: one for name, one in policy.named_modules() if isinstance(one, torch.nn.Linear | Conv1D)}
     if not linear or any(weight.is_meta for weight in policy.parameters()):
@@ -194,6 +195,8 @@ def _passed_over(policy: PreTrainedModel) -> list[str]:
     try:
         with torch.no_grad():
             policy(input_ids=torch.arange(_PROBE_TOKENS, device=policy.device)[None], use_cache=False)
+            if sees(policy):
+                image_features(policy, [Pictures((small_image(),), b"")])
     finally:
         for hook in hooks:
             hook.remove()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import util
+from inspect import signature
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +20,13 @@ from safetensors import SafetensorError
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.policy.adapters import check_config
 from lit_grpo.policy.architecture.attention import attention_calls
-from lit_grpo.policy.architecture.decoder import attention_name, configured_length, context_length, in_evaluation
+from lit_grpo.policy.architecture.decoder import (
+    attention_name,
+    configured_length,
+    context_length,
+    in_evaluation,
+    inner_model,
+)
 from lit_grpo.policy.architecture.outline import bare_model
 from lit_grpo.policy.architecture.unread import known_unread, remember_unread
 from lit_grpo.policy.architecture.vision import Vision, tower_parameters
@@ -232,6 +239,29 @@ def _with_end(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokeni
     return tokenizer
 
 
+_MUTUAL = {("gemma3", False): True, ("gemma4", "vision"): False}
+"""Families, with ``use_bidirectional_attention``, in which the tokens of an image see one another.
+
+They do so in all layers (True), or in those with a sliding window.
+"""
+
+
+def mutual_of(model: PreTrainedModel) -> bool | None:
+    """Return whether tokens of an image see one another in all layers (True), or where these slide; None if nowhere.
+
+    Raises:
+        ValueError: Tokens see others in both directions in another way.
+    """
+    both_ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None) or False
+    mutual = _MUTUAL.get((model.config.model_type, both_ways))
+    if mutual is None and (both_ways or "token_type_ids" in signature(inner_model(model).forward).parameters):
+        raise ValueError(
+            f"Tokens of {type(model).__name__} see others in both directions in a way that is not supported; take "
+            "another policy, or train on texts alone."
+        )
+    return mutual
+
+
 def load_vision(policy: str | LoadedPolicy, tokenizer: PreTrainedTokenizerBase) -> Vision:
     """Return what reads images for a policy, from its configuration and the settings of its image processor.
 
@@ -241,13 +271,14 @@ def load_vision(policy: str | LoadedPolicy, tokenizer: PreTrainedTokenizerBase) 
     from transformers import AutoModelForImageTextToText
 
     if not isinstance(policy, str):
-        return Vision(policy[0], tokenizer, str(policy[0].name_or_path))
+        return Vision(policy[0], tokenizer, str(policy[0].name_or_path), mutual_of(policy[0]))
     adapter = adapter_folder(policy)
     name = policy if adapter is None else adapter.base
     config = load_config(name)
     if type(config) not in AutoModelForImageTextToText._model_mapping:
         raise ValueError(f"Policy {policy!r} is of the kind {config.model_type}, which sees no images; take another.")
-    return Vision(bare_model(config, vision=True), tokenizer, resolve_policy(name))
+    outline = bare_model(config, vision=True)
+    return Vision(outline, tokenizer, resolve_policy(name), mutual_of(outline))
 
 
 def load_policy(

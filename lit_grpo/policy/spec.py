@@ -12,6 +12,7 @@ import torch
 
 from lit_grpo.memory import update_bytes
 from lit_grpo.policy.architecture.decoder import context_length
+from lit_grpo.policy.architecture.vision import sees, vision_of
 from lit_grpo.policy.saving import save_settings
 from lit_grpo.policy.sharding import class_of
 from lit_grpo.policy.tokenizers import save_for_engines
@@ -67,7 +68,8 @@ class PolicySpec:
     @property
     def signature(self) -> str:
         """A text that is equal for policies that one engine can serve, one after the other."""
-        return f"{self.config.to_json_string()} {self.dtype} {self.device}"
+        vision = vision_of(self.module).settings if sees(self.module) else ""
+        return f"{self.config.to_json_string()} {self.dtype} {self.device} {vision}"
 
     @property
     def context_length(self) -> int:
@@ -141,6 +143,9 @@ class PolicySpec:
         """Save configuration and, in :data:`TOKENIZER`, tokenizer for an engine; the weights are sent to it later."""
         wrapper: Any = self.module
         bare = wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else wrapper
+        if sees(self.module):  # vLLM's processor of images wants a tokenizer beside it
+            save_for_engines(self.tokenizer, folder)
+            vision_of(self.module).save(folder)
         save_settings(bare, folder)
         save_for_engines(self.tokenizer, folder / TOKENIZER)
 

@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 
+from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.policy.nf4 import dequantized
 from lit_grpo.policy.sharding import full_tensor
 
@@ -196,7 +197,7 @@ class Adapters:
 
     Args:
         rank: Largest rank of the adapters.
-        elsewhere: The name of one trained tensor that is no adapter of a linear layer below the head; None without one.
+        elsewhere: The name of one trained tensor that is no adapter of a linear layer of the decoder; None without one.
     """
 
     rank: int
@@ -213,6 +214,8 @@ def find_adapters(policy: PreTrainedModel) -> Adapters | None:
         name for name, layer in layers if not isinstance(layer.get_base_layer(), torch.nn.Linear) or id(layer) in ends
     ]
     elsewhere += [name for name, _ in policy.named_parameters() if ".modules_to_save." in name]
+    decoder = {id(module) for module in decoder_of(policy).modules()}
+    elsewhere += [name for name, layer in layers if id(layer) not in decoder]
     return Adapters(max(max(layer.r.values()) for _, layer in layers), next(iter(elsewhere), None))
 
 

@@ -319,7 +319,9 @@ class RubricJudge(Judge):
             criteria = _criteria(f"column {self._column!r}", columns[self._column])
         assert criteria is not None
         shown = {name: columns[name] for name in self._show}
-        said = completion if episode is None else episode.messages
+        from lit_grpo.data.chat import without_files  # importing rewards imports nothing heavy
+
+        said = completion if episode is None else without_files(episode.messages)
         ids, _ = _draw(len(criteria), prompt, shown, said, criteria)
         document = {
             "task": prompt,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from lit_grpo.types import (
     Episode,
     GroupKey,
     Key,
+    Pictures,
     Prompt,
     Request,
     Rollout,
@@ -420,7 +421,8 @@ def _rollout(prompt: Prompt, state: dict[str, Any]) -> Rollout:
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
     names = ("token_ids_T", "logprobs_T", "versions_T", "trained_T", "entropy", "contexts")
-    return {name: getattr(trajectory, name) for name in names}
+    seen = [(place, {**vars(each), "images": [*each.images]}) for place, each in trajectory.pictures]
+    return {name: getattr(trajectory, name) for name in names} | ({"pictures": seen} if seen else {})
 
 
 def _request_state(request: Request) -> dict[str, Any]:
@@ -439,11 +441,17 @@ def _completion_state(completion: Completion) -> dict[str, Any]:
 
 def _request(prompt: Prompt, state: dict[str, Any]) -> Request:
     sampling = SamplingParams(**(state["sampling"] | {"stop": tuple(state["sampling"]["stop"])}))
-    return Request(prompt, tuple(state["path"]), sampling, state["seed"], Trajectory(**state["prefix"]))
+    return Request(prompt, tuple(state["path"]), sampling, state["seed"], Trajectory(**_with_pictures(state["prefix"])))
+
+
+def _with_pictures(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a trajectory is made of."""
+    seen = [(place, Pictures(**(own | {"images": tuple(own["images"])}))) for place, own in state.get("pictures", ())]
+    return {**state, "pictures": seen}
 
 
 def _completion(prompt: Prompt, state: dict[str, Any]) -> Completion:
-    own = {name: value for name, value in state.items() if name not in ("request", "episode")}
+    own = {name: value for name, value in _with_pictures(state).items() if name not in ("request", "episode")}
     completion = Completion(_request(prompt, state["request"]), **own)
     if state["episode"] is not None:
         messages, kind, reward, turn_rewards, said, asked = state["episode"]

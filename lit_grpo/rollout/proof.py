@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from lit_grpo.policy.architecture.decoder import context_length, hidden_states
+from lit_grpo.policy.architecture.decoder import context_length, hidden_states, never_sample, never_sampled
 from lit_grpo.policy.sharding import class_of, compute
 from lit_grpo.rollout.weights.tensors import WeightSyncError
 from lit_grpo.update.logprobs.forward import head_logprobs
@@ -130,15 +130,24 @@ def _shaken_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]
 
 @torch.no_grad()
 def given_logprobs(policy: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the policy's log-probs of all tokens after the first of each of B sequences, shape B (T - 1)."""
-    was_training = policy.training
+    """Return the policy's log-probs of all tokens after the first of each of B sequences, shape B (T - 1).
+
+    They are those of the whole vocabulary, as engines score given tokens, also if some are never sampled.
+    """
+    was_training, never = policy.training, never_sampled(policy)
     policy.eval()
+    if never:
+        never_sample(policy, ())
     ids_BT = torch.tensor(sequences, device=policy.device)
 
     def logprobs() -> torch.Tensor:
         hidden_BTD = hidden_states(policy, ids_BT)
         return head_logprobs(policy, hidden_BTD[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())[0]
 
-    logprobs_N = compute(policy, logprobs)
+    try:
+        logprobs_N = compute(policy, logprobs)
+    finally:
+        if never:
+            never_sample(policy, never)
     policy.train(was_training)
     return logprobs_N.float().cpu()

@@ -10,13 +10,18 @@ from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lit_grpo.policy.architecture.decoder import RUN_FAILURES, decoder_of
+from lit_grpo.policy.architecture.outline import bare_model
 from lit_grpo.policy.architecture.states import state_bytes
-from lit_grpo.policy.loading import load_config
+from lit_grpo.policy.architecture.vision import Vision, give_vision, small_image, tower_parameters
+from lit_grpo.policy.loading import load_config, load_tokenizer, mutual_of
+from lit_grpo.policy.named import resolve_policy
 from lit_grpo.process.terminal import first_line
 from lit_grpo.process.urls import is_url
 from lit_grpo.rollout.vllm.arguments import dtype_of
 from lit_grpo.scheduling.layouts import piece_sizes, prompt_room
-from lit_grpo.update.micro_batch_size import kept_bytes
+from lit_grpo.types import Pictures
+from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
+from lit_grpo.update.micro_batch_size import kept_bytes, kept_of_image, tower_depth
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -43,6 +48,71 @@ ENGINE_BLOCK = 16  # tokens
 
 
 @dataclass(frozen=True)
+class Tower:
+    """The figures of a vision tower, and of what projects its features, that decide its memory.
+
+    Args:
+        parameters: Its parameters.
+        features: Inputs plus outputs of its linear layers.
+        kept_bytes: Bytes that a token of an image leaves for the backward pass, if the tower is trained.
+        passing_bytes: Bytes of such a token that are taken while images go through without a backward pass.
+    """
+
+    parameters: int = 0
+    features: int = 0
+    kept_bytes: float = 0.0
+    passing_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], demand: Demand) -> Tower:
+        """Measure towers of one layer and of two, with random weights, on white images; a run may have none."""
+        import torch
+
+        if settings["vision"] == "none":
+            return cls()
+        policy = settings["policy"]
+        config, tokenizer = load_config(policy), load_tokenizer(policy)
+        outline = bare_model(config, vision=True)
+        weights = {id(weight) for weight in tower_parameters(outline)}
+        linear = [
+            each for each in outline.modules() if isinstance(each, torch.nn.Linear) and id(each.weight) in weights
+        ]
+        vision = Vision(outline, tokenizer, resolve_policy(policy), mutual_of(outline))
+        (one, whole), (two, _) = (_of_towers(config, vision, depth, demand) for depth in (1, 2))
+        text, image = config.get_text_config(), small_image()
+        head = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size  # which Sizes has
+        pixels = sum(each.nbytes for each in vision.pixels(Pictures((image,), b"")).values())
+        return cls(
+            parameters=outline.num_parameters() - decoder_of(outline).num_parameters() - head,
+            features=sum(each.in_features + each.out_features for each in linear),
+            kept_bytes=one + (tower_depth(config) - 1) * (two - one) + demand.checkpointing * whole,
+            passing_bytes=whole + pixels / vision.tokens_of(image).count(vision.feature_token),
+        )
+
+
+def _of_towers(config: Any, vision: Vision, depth: int, demand: Demand) -> tuple[float, float]:
+    """Return the bytes that a tower of so many layers keeps of an image's token, and those without checkpointing."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    own = copy.deepcopy(config)
+    text, sizes = own.get_text_config(), own.vision_config
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 0, VOCABULARY, None
+    if getattr(text, "layer_types", None):
+        text.layer_types = []
+    setattr(sizes, "depth" if hasattr(sizes, "depth") else "num_hidden_layers", depth)
+    for name in [name for name in vars(sizes) if name.endswith("_indexes")]:  # layers that are read, or attend to all
+        setattr(sizes, name, [depth - 1])
+    dtype = torch.bfloat16 if demand.weight_bytes == 2 else torch.float32
+    with torch.random.fork_rng(devices=[]):
+        model: Any = AutoModelForImageTextToText.from_config(own, dtype=dtype).train()
+    give_vision(model, vision, trained=True)
+    checkpoint_layers(model, demand.checkpointing)
+    with torch.autocast("cpu", torch.bfloat16, enabled=demand.mixed, cache_enabled=False):
+        return kept_of_image(model), kept_of_image(model.eval())
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The figures of a policy that decide its memory: those of a layer, in mean, and those of everything else.
 
@@ -58,6 +128,7 @@ class Sizes:
         state_bytes: Bytes of a sequence's recurrent and convolution states in all layers.
         largest_kept_bytes: ``layer_kept_bytes`` of the layer that keeps most, 0 where all are alike.
         vocabulary: Tokens of the vocabulary.
+        tower: The vision tower.
     """
 
     num_layers: int
@@ -71,6 +142,7 @@ class Sizes:
     state_bytes: float = 0.0
     largest_kept_bytes: float = 0.0
     vocabulary: int = 0
+    tower: Tower = Tower()
 
     @classmethod
     def of(cls, config: PreTrainedConfig, mixed: bool = False, weight_bytes: int = 4) -> Sizes:
@@ -111,7 +183,7 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        return round(self.num_layers * self.layer_parameters) + self.other_parameters
+        return round(self.num_layers * self.layer_parameters) + self.other_parameters + self.tower.parameters
 
 
 VOCABULARY = 16
@@ -191,6 +263,7 @@ class Demand:
         engine_sleeps: Whether the engine gives its memory back while the policy is updated.
         packed: Whether the policy decodes from packed copies of its weights.
         teacher_bytes: Bytes of a teacher's weights on the device; -1 for those of the policy.
+        trains_tower: Whether a vision tower is trained.
     """
 
     num_slots: int
@@ -211,6 +284,13 @@ class Demand:
     engine_sleeps: bool = True
     packed: bool = False
     teacher_bytes: float = 0.0
+    trains_tower: bool = False
+
+    @property
+    def image_tokens(self) -> int:
+        """The most tokens of images in a micro-batch: of its prompts, each with a group of the longest completions."""
+        prompts = -(-self.micro_batch_tokens // (self.prompt_tokens + self.group_size * self.max_tokens))
+        return min(self.micro_batch_tokens, prompts * self.prompt_tokens)
 
 
 NF4_BYTES = 0.5 + 4 / 64
@@ -239,15 +319,18 @@ class Forecast:
 
 def forecast(sizes: Sizes, demand: Demand) -> Forecast:
     """Estimate the memory of a run after its first update."""
-    total = sizes.parameters
-    adapters = demand.lora_rank * sizes.num_layers * sizes.layer_features
-    trained = adapters if demand.lora_rank else total
+    total, tower = sizes.parameters, sizes.tower
+    frozen = 0 if demand.trains_tower else tower.parameters
+    features = sizes.num_layers * sizes.layer_features + demand.trains_tower * tower.features
+    adapters = demand.lora_rank * features
+    trained = adapters if demand.lora_rank else total - frozen
     in_layers, outside = MOMENTS[demand.optimizer]
     num_outside = 0 if demand.lora_rank else sizes.other_parameters
     frozen_layers = sizes.num_layers * sizes.layer_parameters
     weights = (total + adapters) * demand.weight_bytes
     if demand.nf4:
-        weights = frozen_layers * NF4_BYTES + (sizes.other_parameters + adapters) * demand.weight_bytes
+        others = sizes.other_parameters + tower.parameters + adapters
+        weights = frozen_layers * NF4_BYTES + others * demand.weight_bytes
     resident = {
         "weights": weights,
         "optimizer": ((trained - num_outside) * in_layers + num_outside * outside) * demand.weight_bytes / 4,
@@ -261,6 +344,8 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
     elif demand.teacher_bytes and not demand.lora_rank:
         resident["teacher"] = weights
     rollout = _rollout(sizes, demand)
+    passing = {"images": demand.prompt_tokens * tower.passing_bytes} if tower.parameters else {}
+    rollout |= passing
     if demand.mixed and demand.device == "cuda" and not demand.engine_bytes:  # recorded CUDA graphs read them
         resident["bfloat16 copies to decode with"] = 2.0 * total
     elif demand.mixed and not demand.engine_bytes:
@@ -278,10 +363,11 @@ def forecast(sizes: Sizes, demand: Demand) -> Forecast:
         "gradients": gradients,
         "activations": demand.micro_batch_tokens * (kept + sizes.other_kept_bytes),
         "head": float(SEVERAL * 4 * HEAD_BLOCK[demand.device]),
+        **({"images": demand.image_tokens * tower.kept_bytes} if demand.trains_tower else passing),
     }
     if demand.mixed:  # with checkpointing, of one layer at a time
         layers = 1 if demand.checkpointing else sizes.num_layers
-        update["bfloat16 copies"] = 2.0 * (layers * sizes.layer_parameters + sizes.other_parameters)
+        update["bfloat16 copies"] = 2.0 * (layers * sizes.layer_parameters + sizes.other_parameters + tower.parameters)
     step = {"gradients": gradients}
     if demand.device == "cuda" and demand.optimizer == "AdamW" and not demand.fused:
         step["temporaries"] = trained * TEMPORARIES * demand.weight_bytes / 4
@@ -351,6 +437,7 @@ def demand_of(settings: Mapping[str, Any], device: str) -> Demand:
         engine_sleeps=engine is not None and engine["sleep_level"] > 0 and device == "cuda",
         packed=bool(generator["init_args"].get("packed_weights")),
         teacher_bytes=_teacher_bytes(model["teacher"]),
+        trains_tower=model["vision"] == "trained",
     )
 
 
@@ -393,6 +480,7 @@ def expected_bytes(settings: Mapping[str, Any], device: str) -> dict[str, Any]:
             large = config.get_text_config().hidden_size > LARGE
             with FakeTensorMode() if large else nullcontext():
                 sizes = Sizes.of(config, demand.mixed, demand.weight_bytes)
+            sizes = replace(sizes, tower=Tower.of(settings["model"], demand))
     except (ValueError, OSError, *RUN_FAILURES) as error:
         return {"why": first_line(error)}
     taken = forecast(sizes, demand)

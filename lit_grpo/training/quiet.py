@@ -22,6 +22,7 @@ LEVELS = {
 }
 LOGGERS = [logging.getLogger(name) for name in LEVELS]
 OF_KERNELS = logging.getLogger("transformers.integrations.hub_kernels")
+OF_CONFIGS = logging.getLogger("transformers.configuration_utils")
 WARNINGS = (
     # Lightning recommends DataLoader workers; there are none, because rollouts are made just in time.
     ".*does not have many workers.*",
@@ -44,6 +45,12 @@ def silence() -> None:
     for logger in LOGGERS:
         logger.setLevel(LEVELS[logger.name])
     OF_KERNELS.addFilter(MISSING_KERNELS)
+    OF_CONFIGS.addFilter(_is_of_a_policy)
+
+
+def _is_of_a_policy(record: logging.LogRecord) -> bool:
+    """Keep back what transformers says of an Idefics3Config without arguments, which it makes to print any other."""
+    return "(between 0 and 31999), got 128002" not in record.getMessage()
 
 
 def _one_line(
@@ -64,5 +71,6 @@ def quiet() -> Iterator[None]:
         finally:
             warnings.formatwarning = formatting
             OF_KERNELS.removeFilter(MISSING_KERNELS)
+            OF_CONFIGS.removeFilter(_is_of_a_policy)
             for logger, level in zip(LOGGERS, levels, strict=True):
                 logger.setLevel(level)

@@ -232,6 +232,7 @@ class Learner:
                 was.text,
                 was.entropy,
                 trained_T,
+                pictures=was.pictures,
             )
 
     # ---- a step -------------------------------------------------------------------------------------

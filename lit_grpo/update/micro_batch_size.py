@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lit_grpo.policy.architecture.decoder import decoder_of
 from lit_grpo.policy.architecture.states import may_have_states
+from lit_grpo.policy.architecture.vision import image_features, sees, small_image, vision_of
+from lit_grpo.types import Pictures, Prompt
 from lit_grpo.update.logprobs.checkpointing import KeptBytes
 from lit_grpo.update.prefix.layout import Stretch
 from lit_grpo.update.prefix.sharing import SharedPrefix, shared_prefixes
@@ -84,14 +87,17 @@ class ActivationBytes:
         return ActivationBytes(self.of_token / number, self.fixed / number)
 
 
-def estimate_tokens(model: PreTrainedModel, free_bytes: int, shares_prefix: bool, selective: bool = False) -> int:
+def estimate_tokens(
+    model: PreTrainedModel, free_bytes: int, shares_prefix: bool, selective: bool = False, image_share: float = 0.0
+) -> int:
     """Estimate how many tokens' activations fit into ``free_bytes`` beside gradients and the optimizer's state.
 
     What autograd keeps for a few tokens is counted in forward passes, in the precision of the caller's autocast. With
     gradient checkpointing that is what layers begin from, and one layer's activations are computed again at a time.
-    Gradients and two moments, as of Adam, are taken off beforehand, wherever the model has no gradients yet.
+    Gradients and two moments, as of Adam, are taken off beforehand, wherever the model has no gradients yet. Of the
+    tokens a share stands for images, for which a trained vision tower keeps bytes of its own.
     """
-    activations = activation_bytes(model, shares_prefix, selective)
+    activations = activation_bytes(model, shares_prefix, selective, image_share)
     left = free_bytes - pending_bytes(model) - activations.fixed
     return max(1, min(MOST_TOKENS, int(left * SHARE / activations.of_token)))
 
@@ -102,13 +108,19 @@ def pending_bytes(model: PreTrainedModel) -> int:
     return sum(3 * parameter.nbytes for parameter in parameters if parameter.grad is None)
 
 
-def activation_bytes(model: PreTrainedModel, shares_prefix: bool, selective: bool = False) -> ActivationBytes:
-    """Memory of a micro-batch until its backward pass."""
+def activation_bytes(
+    model: PreTrainedModel, shares_prefix: bool, selective: bool = False, image_share: float = 0.0
+) -> ActivationBytes:
+    """Memory of a micro-batch until its backward pass, a share of whose tokens stands for images."""
     kept = kept_bytes(model, shares_prefix)
+    if image_share:
+        kept += ActivationBytes(image_share * kept_of_image(model), 0.0)
     if not (model.is_gradient_checkpointing and model.training):
         return kept
     model.eval()  # without checkpointing
     of_layer = kept_bytes(model, shares_prefix) / model.config.get_text_config().num_hidden_layers
+    if image_share:
+        of_layer += ActivationBytes(image_share * kept_of_image(model) / tower_depth(model.config), 0.0)
     if selective:
         kept += ActivationBytes.measured(model, lambda num_tokens: _selected_bytes(model, shares_prefix, num_tokens))
     model.train()
@@ -120,7 +132,32 @@ def kept_bytes(model: PreTrainedModel, shares_prefix: bool) -> ActivationBytes:
     return ActivationBytes.measured(model, lambda num_tokens: _kept_bytes(model, shares_prefix, num_tokens))
 
 
+def image_share(model: PreTrainedModel, prompt: Prompt, num_tokens: int) -> float:
+    """Return the share of a prompt and its completion of ``num_tokens`` that stands for images."""
+    if prompt.pictures is None or not sees(model):
+        return 0.0
+    return prompt.token_ids.count(vision_of(model).feature_token) / (len(prompt.token_ids) + num_tokens)
+
+
+def tower_depth(config: Any) -> int:
+    sizes = config.vision_config
+    return getattr(sizes, "depth", None) or sizes.num_hidden_layers
+
+
+def kept_of_image(model: PreTrainedModel) -> float:
+    """Return the bytes that autograd keeps of a vision tower for a token of an image; 0 if it is frozen."""
+    vision, image = vision_of(model), small_image()
+    one, two = (Pictures((image,) * number, b"") for number in (1, 2))
+    before, after = (saved_bytes(model, partial(image_features, model, [seen])) for seen in (one, two))
+    return (after - before) / vision.tokens_of(image).count(vision.feature_token)
+
+
 def _kept_bytes(model: PreTrainedModel, shares_prefix: bool, num_tokens: int) -> int:
+    return saved_bytes(model, lambda: _forward(model, shares_prefix, num_tokens))
+
+
+def saved_bytes(model: PreTrainedModel, run: Callable[[], object]) -> int:
+    """Return the bytes that autograd keeps of what a function computes, parameters left out."""
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -131,7 +168,7 @@ def _kept_bytes(model: PreTrainedModel, shares_prefix: bool, num_tokens: int) ->
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = _forward(model, shares_prefix, num_tokens)  # what is kept lives as long as the output
+        output = run()  # what is kept lives as long as the output
     del output
     return sum(kept.values())
 

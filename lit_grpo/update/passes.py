@@ -23,7 +23,7 @@ from lit_grpo.update.learner_settings import LearnerSettings, Optimization
 from lit_grpo.update.logprobs.forward import micro_batch_logprobs, predecessors
 from lit_grpo.update.logprobs.measurements import Measurement, measure
 from lit_grpo.update.metrics import TokenMetrics
-from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens
+from lit_grpo.update.micro_batch_size import MicroBatchSize, estimate_tokens, image_share
 from lit_grpo.update.objective.policy_loss import policy_loss
 from lit_grpo.update.objective.tokens import Tokens
 from lit_grpo.update.plugin import Chunk, SquaredNorm, Term
@@ -296,7 +296,8 @@ class PolicyPasses:
         if max_tokens == "auto":
             if self.budget is None:  # estimated the first time, the same on every rank
                 free, is_selective = free_bytes(self.policy.device), settings.gradient_checkpointing == "selective"
-                estimate = estimate_tokens(self.policy, free, shares_prefix, is_selective)
+                shares = (image_share(self.policy, each.prompt, each.completion.num_tokens) for each in rollouts)
+                estimate = estimate_tokens(self.policy, free, shares_prefix, is_selective, max(shares, default=0.0))
                 self.budget = MicroBatchSize(int(-self.ranks.max(-estimate)))
             max_tokens = max(self.budget.tokens, least_tokens(rollouts, shares_prefix))
         chunks = dict[int, Sequence[Chunk]]()

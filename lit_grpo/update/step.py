@@ -202,7 +202,7 @@ def thinned(rollout: Rollout, kept_N: torch.Tensor, whole_length: int) -> Rollou
         whole.entropy,
         trained_T[:end],
     )
-    part.engines = whole.engines
+    part.engines, part.pictures = whole.engines, whole.pictures_until(end)
     columns = {name: its[kept_N] for name, its in rollout.columns.items() if name != "ce_weight"}
     columns |= {"whole_length": whole_length} | ({} if weights_T is None else {"ce_weight": weights_T})
     return replace(rollout, completion=part, columns=columns)

@@ -62,7 +62,7 @@ def run(
             "rewards": [RewardSpec("benchmarks.workloads.noise_reward")],
             "generator": SlotGenerator(3),
             "num_generations": 4,
-            "sampling": SamplingParams(max_tokens=16),
+            "sampling": SamplingParams(max_tokens=6),
             "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
             "max_grad_norm": 1.0,
         }

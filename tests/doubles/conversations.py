@@ -155,7 +155,7 @@ class Calling(Chat):
         calls = (ToolCall("tell", {}),) * (1 + number % 2) if number % 3 else ()
         return Turn(turn.content, turn.reasoning, calls)
 
-    def opening(self, prompt: Prompt, text: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def opening(self, prompt: Prompt, text: Any, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         return self._noted(super().opening(prompt, text, tools))
 
     def following(self, messages: Sequence[Message], last: int) -> list[int]:

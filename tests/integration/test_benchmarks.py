@@ -124,6 +124,7 @@ WITHOUT_VLLM = (
         "learning sorted_learning",
         "learning stability",
         "learning_per_hour",
+        "learning_per_hour shapes_vs_trl",
         "methods",
         "mixture",
         "nf4_gap",

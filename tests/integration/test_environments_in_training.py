@@ -307,7 +307,7 @@ FAILURES: dict[str, tuple[Callable[[], Any], str, str]] = {
         "CannotGoOn",
         r"fails when it has what reset returned printed \(TypeErr",
     ),
-    "is no text": (lambda: [{"type": "image"}], "NotText", "Unset.reset returns content that is not text"),
+    "is no text": (lambda: [{"type": "image"}], "NotShown", "Unset.reset returns an image, and the policy sees none"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import random_policy
-from transformers import AutoConfig
+from seeing import load, make_policy
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.memory_case import Case
 from benchmarks.processes import LEAN, measured
@@ -19,8 +21,10 @@ from benchmarks.random_policies import random_qwen3
 from lit_grpo.policy import load_policy
 from lit_grpo.policy.architecture.attention import attention_calls
 from lit_grpo.policy.architecture.states import state_shape
+from lit_grpo.policy.architecture.vision import tower_parameters
+from lit_grpo.policy.named import TINY_SHAPES, resolve_policy
 from lit_grpo.tools.commands.fit_check import main as fit_check
-from lit_grpo.training.forecast import Demand, Sizes, _teacher_bytes, expected_bytes, forecast, largest
+from lit_grpo.training.forecast import Demand, Sizes, Tower, _teacher_bytes, expected_bytes, forecast, largest
 from lit_grpo.update.logprobs.checkpointing import checkpoint_layers
 from lit_grpo.update.micro_batch_size import activation_bytes
 from scripts.make_tiny import make_tokenizer
@@ -44,6 +48,45 @@ def test_the_forecast_is_above_the_measured_peaks_by_at_most_two_fifths(tmp_path
     assert 1.0 <= update / figures["update_mib"] <= 1.4, (update, figures)
     rollout = sum(taken.rollout.values()) / 2**20
     assert 0.8 <= rollout / figures["rollout_mib"] <= 1.4, (rollout, figures)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("vision", ["trained", "frozen"])
+def test_the_forecast_of_a_vision_tower_is_near_the_measured_peak(vision: Any, tmp_path: Path) -> None:
+    """160 prompts with a picture of 9 tokens, two completions each, whose tower keeps most of an update's memory."""
+    shutil.copytree(resolve_policy(TINY_SHAPES), tmp_path, dirs_exist_ok=True)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.text_config.hidden_size = config.vision_config.hidden_size = 256
+    config.text_config.intermediate_size = config.vision_config.intermediate_size = 1024
+    config.vision_config.num_hidden_layers = 4
+    policy = AutoModelForImageTextToText.from_config(config)
+    policy.save_pretrained(tmp_path)
+    case = Case("lit_grpo", str(tmp_path), "cpu", 160, group_size=2, num_slots=64, max_tokens=4,
+                max_tokens_per_micro_batch=2048, config="shapes", vision=vision)  # fmt: skip
+    figures = measured("benchmarks.memory_case", case, LEAN)
+    demand = Demand(64, 2, prompt_tokens=14, max_tokens=4, micro_batch_tokens=2048, trains_tower=vision == "trained")
+    sizes = replace(Sizes.of(config), tower=Tower.of({"policy": str(tmp_path), "vision": vision}, demand))
+    taken = forecast(sizes, demand)
+    assert taken.resident["weights"] == 4 * policy.num_parameters()
+    update = sum(taken.update.values()) / 2**20
+    least = 1.0 if vision == "trained" else 0.9
+    assert least <= update / figures["update_mib"] <= 1.4, (taken.update, figures)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("name", ["idefics3", "qwen2_5_vl", "qwen3_5"])
+def test_a_tower_is_measured_by_its_layers(name: str, checkpointing: bool, tmp_path: Path) -> None:
+    """Small towers of one layer and of two say what the whole one keeps: the bytes of its own forward pass."""
+    folder = make_policy(name, tmp_path)
+    demand = Demand(4, 4, 64, 16, 512, checkpointing=checkpointing, trains_tower=True)
+    tower = Tower.of({"policy": folder, "vision": "trained"}, demand)
+    model, _, _ = load(folder)
+    checkpoint_layers(model.train(), checkpointing)
+    assert tower.parameters == sum(weight.numel() for weight in tower_parameters(model))
+    with_images, without = (activation_bytes(model, shares_prefix=False, image_share=share) for share in (1.0, 0.0))
+    least = with_images.of_token - without.of_token
+    assert 0.999 * least <= tower.kept_bytes <= (1.25 if checkpointing else 1.001) * least
 
 
 def test_what_is_largest_fits_and_one_more_does_not() -> None:
@@ -212,7 +255,7 @@ def test_the_estimate_of_a_run_leaves_random_numbers_as_they_are(tmp_path: Path)
             "policy": str(tmp_path), "generator": generator, "optimizer": {"class_path": "torch.optim.AdamW"},
             "lora": None, "dtype": "float32", "num_generations": 4, "sampling": {"max_tokens": 32},
             "max_tokens_per_micro_batch": "auto", "gradient_checkpointing": False, "objective": {"kl": {"beta": 0.0}},
-            "teacher": None,
+            "teacher": None, "vision": "none",
         },
     }  # fmt: skip
     before = torch.get_rng_state()

@@ -48,7 +48,8 @@ def test_a_notebook_is_kept_with_its_outputs_and_runs(
     assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]  # in order, in one go
     stored = pictures(notebook)
     assert stored
-    done = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": tmp_path}}).execute()
+    waits = {"timeout": 300, "startup_timeout": 300}  # seconds, on a machine that does much else
+    done = nbclient.NotebookClient(notebook, **waits, resources={"metadata": {"path": tmp_path}}).execute()
     assert len(pictures(done)) == len(stored)
 
 

@@ -26,6 +26,7 @@ from lit_grpo.scheduling.jobs import Job, NoLengths
 from lit_grpo.types import Completion, Prompt, Request, SamplingParams
 from tests.doubles.small_models import small_model
 
+pytestmark = pytest.mark.usefixtures("forked_inspections")
 BLOCK = 32
 BLOCK_BYTES = BLOCK * 1024  # a token of the policy below takes 2 x 2 layers x 2 heads x 32 x 4 bytes
 PROMPT = Prompt("c", tuple(2 + i * 7 % 30 for i in range(40)), "")

@@ -21,6 +21,7 @@ from lit_grpo.rollout.weights.tensors import WeightSyncError, check_arrival
 from lit_grpo.types import Request, SamplingParams
 from lit_grpo.update.metrics import LogprobGapError
 
+pytestmark = pytest.mark.usefixtures("forked_inspections")
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 

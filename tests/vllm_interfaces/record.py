@@ -30,7 +30,8 @@ USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
          "gpu_memory_utilization", "scheduling_policy", "enable_sleep_mode", "distributed_executor_backend",
          "max_model_len", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank",
          "generation_config", "async_scheduling", "speculative_config", "spec_method", "spec_model", "spec_tokens",
-         "per_request_spec_decode_metrics"),
+         "per_request_spec_decode_metrics", "limit_mm_per_prompt", "mm_device_do_normalize", "mm_processor_kwargs",
+         "media_io_kwargs"),
     ),
     "SpeculativeConfig": ({"vllm/config/speculative.py": "SpeculativeConfig"}, _DRAFT_FIELDS),
     "RequestSpecDecodeMetrics": (
@@ -40,17 +41,24 @@ USED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         {"vllm/config/cache.py": "CacheConfig"},
         ("block_size", "num_gpu_blocks", "kv_cache_memory_bytes", "gpu_memory_utilization"),
     ),
-    "ModelConfig": ({"vllm/config/model.py": "ModelConfig"}, ("max_model_len", "enable_sleep_mode")),
+    "ModelConfig": (
+        {"vllm/config/model.py": "ModelConfig"}, ("max_model_len", "enable_sleep_mode", "is_multimodal_model"),
+    ),
     "SamplingParams": (
         {"vllm/sampling_params.py": "SamplingParams"},
         ("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
          "presence_penalty", "frequency_penalty", "seed", "stop", "include_stop_str_in_output", "stop_token_ids",
-         "logprobs", "prompt_logprobs", "detokenize", "output_kind", "ignore_eos", "skip_special_tokens"),
+         "logprobs", "prompt_logprobs", "detokenize", "output_kind", "ignore_eos", "skip_special_tokens",
+         "logit_bias"),
     ),
     "RequestOutputKind": ({"vllm/sampling_params.py": "RequestOutputKind"}, ("DELTA", "FINAL_ONLY")),
     "TokensPrompt": (
         {"vllm/inputs/llm.py": "TokensPrompt", "vllm/inputs/data.py": "TokensPrompt"},
-        ("prompt_token_ids", "cache_salt"),
+        ("prompt_token_ids", "cache_salt", "multi_modal_data", "multi_modal_uuids"),
+    ),
+    "GenerateRequest": (
+        {"vllm/entrypoints/scale_out/token_in_token_out/protocol.py": "GenerateRequest"},
+        ("token_ids", "content_parts", "return_token_ids"),
     ),
     "LoRARequest": ({"vllm/lora/request.py": "LoRARequest"}, ("lora_name", "lora_int_id", "lora_path")),
     "RequestOutput": (

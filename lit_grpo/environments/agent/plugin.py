@@ -44,6 +44,7 @@ class Agent(Trajectories):
     """Train the policy in your own agent, which calls it through an endpoint with the APIs of OpenAI and vLLM."""
 
     _more_counts: ClassVar[tuple[str, ...]] = ("refused_requests",)
+    _shows_images = False
     role: ClassVar[str] = "what prompts are asked with"
     needs: ClassVar[frozenset[str]] = frozenset({"prompt_stream"})
     changes: ClassVar[Mapping[str, str]] = {

@@ -177,6 +177,12 @@ def never_sample(model: PreTrainedModel, tokens: Sequence[int]) -> None:
     object.__setattr__(model, _KNOWN, replace(logit_map(model), never=tuple(tokens)))
 
 
+def never_sampled(model: PreTrainedModel) -> tuple[int, ...]:
+    """Return the tokens that are in no distribution of a model; none where nobody has said so."""
+    known: LogitMap | None = vars(model).get(_KNOWN)
+    return () if known is None else known.never
+
+
 def logit_map(model: PreTrainedModel) -> LogitMap:
     """Find out by a model's ``forward`` how its logits follow from its hidden states and its head.
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from inspect import signature
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 _VISION = "_lit_grpo_vision"
 _SETTINGS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-_MUTUAL = {("gemma3", False): True, ("gemma4", "vision"): False}
-"""Families, with ``use_bidirectional_attention``, in which the tokens of an image see one another.
-
-They do so in all layers (True), or in those with a sliding window.
-"""
+_MOST_KNOWN = 64  # images of which the tokens are kept
 _NEEDS_PILLOW = "A policy that sees images needs Pillow; run pip install pillow."
 
 
@@ -44,19 +40,22 @@ class Vision:
         model: The policy or an outline of it; for M-RoPE its positions are taken from it.
         tokenizer: Tokenizer of the policy, which encodes the expanded texts.
         place: Folder or hub id with the settings of its image processor.
+        mutual: Whether the tokens of an image see one another in all layers, or only in those with a sliding window;
+            None if they see only what comes before them.
 
     Raises:
-        ValueError: The policy has no vision tower or its images attend in a way that is not known here, or ``place``
-            has no settings of an image processor.
+        ValueError: The policy has no vision tower, or ``place`` has no settings of an image processor.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, place: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, place: str, mutual: bool | None = None
+    ) -> None:
         require("PIL", _NEEDS_PILLOW)
         from transformers import AutoImageProcessor
         from transformers.models.auto import processing_auto
 
         self._inner, kind = inner_model(model), model.config.model_type
-        self._mutual, arguments = mutual_of(model), signature(self._inner.forward).parameters
+        arguments, self.mutual = signature(self._inner.forward).parameters, mutual
         self._token_types = "token_type_ids" if "token_type_ids" in arguments else "mm_token_type_ids"
         name = processing_auto.PROCESSOR_MAPPING_NAMES.get(kind)
         try:
@@ -84,7 +83,10 @@ class Vision:
             self._processor: Any = cast(Any, unchecked).from_args_and_dict(list(parts.values()), fields)
         except (ImportError, TypeError, ValueError) as error:
             raise ValueError(f"{processor_class.__name__} cannot be used: {first_line(error)}") from error
-        self.placeholder = int(model.config.image_token_id)
+        self.feature_token, self._tokenizer = int(model.config.image_token_id), tokenizer
+        mark: Any = tokenizer.convert_tokens_to_ids(str(getattr(self._processor, "image_token", "")))
+        self.placeholder: int = self.feature_token if mark in (None, tokenizer.unk_token_id) else mark
+        self._known: dict[bytes, dict[str, Any]] = {}
 
     def save(self, folder: Path) -> None:
         """Copy the settings of the processor, so that others can load it from a policy's folder."""
@@ -92,39 +94,101 @@ class Vision:
             if path is not None:
                 shutil.copyfile(path, folder / name)
 
-    def read(self, text: str, given: Sequence[Any]) -> tuple[list[int], Pictures]:
-        """Return the token ids of a text with its placeholders expanded, and its images.
+    @property
+    def settings(self) -> str:
+        """Settings by which it makes pixels, as JSON."""
+        return self._processor.image_processor.to_json_string()
+
+    def read(self, token_ids: Sequence[int], given: Sequence[Any]) -> tuple[list[int], Pictures]:
+        """Return tokens in which each placeholder has become those of its image, and the images.
+
+        Images are expanded one by one, so a text that spells what a processor looks for stays a text.
+
+        Args:
+            token_ids: Tokens of a text, with one placeholder for each image.
+            given: The images, see :func:`read_image`.
 
         Raises:
-            ValueError: The text has not as many placeholders as there are images, or an image cannot be used.
+            ValueError: There are not as many placeholders as images, or an image cannot be used.
         """
         images = [read_image(each, f"number {number}") for number, each in enumerate(given)]
-        opened = [open_image(image) for image in images]
-        try:
-            inputs = self._processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt")
-        except (ValueError, IndexError, RuntimeError, TypeError, StopIteration) as error:
-            raise ValueError(f"its {len(images)} images do not fit its text: {first_line(error)}") from error
-        ids_1P = inputs["input_ids"]
-        digest = blake2b(digest_size=16)
-        for name in sorted(self._features(inputs)):
-            digest.update(repr(inputs[name].shape).encode() + inputs[name].contiguous().numpy().tobytes())
+        if (num_places := [*token_ids].count(self.placeholder)) != len(images):
+            raise ValueError(f"its {len(images)} images do not fit its text, which has {num_places} places for images")
+        shown = [self._shown(image) for image in images]
+        rest, expanded, is_after = iter(shown), list[int](), False
+        for token in token_ids:
+            is_image = token == self.placeholder
+            more = next(rest)["ids"] if is_image else [token]
+            expanded = self._seamless(expanded, more) if is_image or is_after else [*expanded, token]
+            is_after = is_image
         positions_3P, shift = None, 0
         if hasattr(self._inner, "get_rope_index"):
-            grids = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids") if name in inputs}
-            found, shifts = cast(Any, self._inner).get_rope_index(ids_1P, **grids)
+            ids_1P = torch.tensor([expanded])
+            grids_N3 = torch.cat([each["grid"] for each in shown])
+            found, shifts = cast(Any, self._inner).get_rope_index(
+                ids_1P, image_grid_thw=grids_N3, mm_token_type_ids=(ids_1P == self.feature_token).int()
+            )
             positions_3P, shift = found[:, 0], -int(shifts)
-        ids = ids_1P[0].tolist()
+        digest = blake2b(b"".join(each["digest"] for each in shown), digest_size=16).digest()
         spans, end = list[MutualSpan](), 0
-        for is_image, its in groupby(ids, self.placeholder.__eq__):
+        for is_image, its in groupby(expanded, self.feature_token.__eq__):
             begin, end = end, end + len([*its])
-            if is_image and self._mutual is not None:
-                spans.append(MutualSpan(begin, end, self._mutual))
-        return ids, Pictures(tuple(images), digest.digest(), positions_3P, shift, tuple(spans))
+            if is_image and self.mutual is not None:
+                spans.append(MutualSpan(begin, end, self.mutual))
+        more = len(expanded), tuple(spans), tuple(token_ids)
+        return expanded, Pictures(tuple(images), digest, positions_3P, shift, *more)
 
     def token_types(self, input_ids_BT: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the argument of the model's own attention that says which tokens see one another, if any do."""
-        types_BT = (input_ids_BT == self.placeholder).long()
-        return {} if self._mutual is None else {self._token_types: types_BT}
+        types_BT = (input_ids_BT == self.feature_token).long()
+        return {} if self.mutual is None else {self._token_types: types_BT}
+
+    def is_like(self, other: Vision) -> bool:
+        """Return whether another policy has the same tokens for images; those of two made-up ones are compared."""
+        from PIL import Image
+
+        made = [read_image(Image.new("RGB", size), "a made-up image") for size in ((640, 480), (56, 280))]
+        return all(self._shown(image)["ids"] == other._shown(image)["ids"] for image in made)
+
+    def _seamless(self, before: list[int], after: list[int]) -> list[int]:
+        """Return tokens one after another; line breaks on both sides of the seam are one token, as in a whole text."""
+        end, begin = len(before), 0
+        while end and not str(self._tokenizer.decode(before[end - 1])).strip("\n"):
+            end -= 1
+        while begin < len(after) and not str(self._tokenizer.decode(after[begin])).strip("\n"):
+            begin += 1
+        if end == len(before) or not begin:
+            return before + after
+        breaks = self._tokenizer.decode([*before[end:], *after[:begin]])
+        return [*before[:end], *self._tokenizer(breaks, add_special_tokens=False)["input_ids"], *after[begin:]]
+
+    def _shown(self, image: bytes) -> dict[str, Any]:
+        """Return the tokens of an image, a digest of its pixels, and its grid; of the last ones they are kept.
+
+        A prompt that others begin with, as trajectories do, has each image read again.
+        """
+        shown = self._known.get(image)
+        if shown is None:
+            mark = str(self._tokenizer.convert_ids_to_tokens(self.placeholder))
+            try:
+                inputs = self._processor(
+                    text=[mark], images=[[open_image(image)]], add_special_tokens=False, return_tensors="pt"
+                )
+            except (ValueError, IndexError, RuntimeError, TypeError, StopIteration) as error:
+                raise ValueError(f"the processor takes no such image: {first_line(error)}") from error
+            digest = blake2b(digest_size=16)
+            for name in sorted(self._features(inputs)):
+                digest.update(repr(inputs[name].shape).encode() + inputs[name].contiguous().numpy().tobytes())
+            shown = {"ids": inputs["input_ids"][0].tolist(), "grid": inputs.get("image_grid_thw")}
+            shown["digest"] = digest.digest()
+            for oldest in list(self._known)[: 1 - _MOST_KNOWN]:
+                self._known.pop(oldest, None)
+            self._known[image] = shown
+        return shown
+
+    def tokens_of(self, image: bytes) -> list[int]:
+        """Return the tokens of an image, with those that a processor sets around it."""
+        return self._shown(image)["ids"]
 
     def pixels(self, pictures: Pictures) -> dict[str, torch.Tensor]:
         """Return the arguments of the tower for the images of a prompt, on the host."""
@@ -137,22 +201,6 @@ class Vision:
         """Leave out what is of the text."""
         own = ("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_position_ids")
         return {name: inputs[name] for name in own if name in inputs}
-
-
-def mutual_of(model: PreTrainedModel) -> bool | None:
-    """Return whether tokens of an image see one another in all layers (True), or where these slide; None if nowhere.
-
-    Raises:
-        ValueError: Tokens see others in both directions in another way.
-    """
-    both_ways = getattr(model.config.get_text_config(), "use_bidirectional_attention", None) or False
-    mutual = _MUTUAL.get((model.config.model_type, both_ways))
-    if mutual is None and (both_ways or "token_type_ids" in signature(inner_model(model).forward).parameters):
-        raise ValueError(
-            f"Tokens of {type(model).__name__} see others in both directions in a way that is not supported; take "
-            "another policy, or train on texts alone."
-        )
-    return mutual
 
 
 def _any(*_: object) -> None:
@@ -178,9 +226,10 @@ def give_vision(model: PreTrainedModel, vision: Vision, trained: bool = False) -
     object.__setattr__(model, _VISION, vision)
     for weight in tower_parameters(model):
         weight.requires_grad_(trained)
-    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    named = ("image_token_id", "video_token_id", "audio_token_id")
+    ids = [vision.placeholder, *(getattr(model.config, name, None) for name in named)]
     num_tokens = len(cast(Any, model.get_output_embeddings()).weight)
-    never_sample(model, [token for token in ids if token is not None and token < num_tokens])
+    never_sample(model, [token for token in dict.fromkeys(ids) if token is not None and token < num_tokens])
 
 
 def tower_parameters(model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
@@ -214,45 +263,60 @@ def image_features(model: PreTrainedModel, pictures: Sequence[Pictures]) -> dict
     return {"mm_encoder_outputs": {"image": _joined(outputs)}}
 
 
-def with_images(positions_BT: torch.Tensor, seen: Sequence[tuple[int, Pictures]]) -> torch.Tensor:
-    """Return the positions of rows that begin with a prompt each, some of which have images.
+class Placed(NamedTuple):
+    """Images among the tokens of a row.
 
     Args:
-        positions_BT: Place of each token in its row.
-        seen: Numbers of rows, and the images of each.
+        row: Number of the row.
+        begin: Place of the first token of the prompt or observation that they are in.
+        end: Place after the last token that follows it; None for the end of the row.
+        pictures: The images.
+    """
+
+    row: int
+    begin: int
+    end: int | None
+    pictures: Pictures
+
+
+def with_images(positions_BT: torch.Tensor, seen: Sequence[Placed]) -> torch.Tensor:
+    """Return the positions of rows in which some tokens are of images.
+
+    Args:
+        positions_BT: Position of each token if every token before it took one.
+        seen: The images of all rows; where some follow others, after these.
 
     Returns:
         Shape (B, T), or (3, B, T) if the policy has positions in time, height and width.
     """
-    if all(each.positions_3P is None for _, each in seen):
+    if all(each.pictures.positions_3P is None for each in seen):
         return positions_BT
     positions_3BT = positions_BT.repeat(3, 1, 1)
-    for row, each in seen:
-        if each.positions_3P is not None:
-            prompt = each.positions_3P.shape[1]
-            positions_3BT[:, row, :prompt] = each.positions_3P.to(positions_BT.device)
-            positions_3BT[:, row, prompt:] -= each.shift
+    for row, begin, end, pictures in seen:
+        if (own_3P := pictures.positions_3P) is not None:
+            first_31 = positions_3BT[:, row, begin : begin + 1].clone()
+            positions_3BT[:, row, begin:end] -= pictures.shift
+            there_3P = positions_3BT[:, row, begin:end][:, : own_3P.shape[1]]  # the last token may not be in the row
+            there_3P.copy_(first_31 + own_3P[:, : there_3P.shape[1]].to(there_3P.device))
     return positions_3BT
 
 
-def first_seen(
-    tokens_BT: torch.Tensor, seen: Sequence[tuple[int, Pictures]]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the first position that sees each token, where some are seen by tokens before them.
+def first_seen(tokens_BT: torch.Tensor, seen: Sequence[Placed]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the first place from which each token is seen, where some are seen by tokens before them.
 
     Args:
-        tokens_BT: Rows that begin with a prompt each.
-        seen: Numbers of rows, and the images of each.
+        tokens_BT: Rows with the prompts or observations whole that have images.
+        seen: The images of all rows.
 
     Returns:
         For layers with a sliding window and for those without, shape (B, T); None where tokens see none ahead.
     """
-    spans = [(row, span) for row, each in seen for span in each.mutual]
+    spans = [(each, span) for each in seen for span in each.pictures.mutual]
     if not spans:
         return None, None
     first_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).repeat(len(tokens_BT), 1)
-    for row, span in spans:
-        first_BT[row, span.begin : span.end] = span.begin
+    for each, span in spans:
+        first_BT[each.row, each.begin + span.begin : each.begin + span.end] = each.begin + span.begin
     return first_BT, first_BT if spans[0][1].everywhere else None
 
 
@@ -300,6 +364,15 @@ def read_image(image: Any, what: str) -> bytes:
     except ValueError as error:
         raise ValueError(f"{what} cannot be decoded ({error})") from None
     return image
+
+
+def small_image() -> bytes:
+    """Return the file of a white image, with which a tower is tried."""
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.new("RGB", (64, 64), "white").save(stream, "PNG")
+    return stream.getvalue()
 
 
 def open_image(data: bytes) -> Any:

@@ -81,7 +81,8 @@ class AttentionInputs:
     ``query``, rotated, has shape (rows, heads, T, key size); ``key``, rotated, (rows, KV heads, T, key size), and
     ``value`` (rows, KV heads, T, value size). Scores are multiplied by ``scaling``, then squashed to ``cap tanh(score /
     cap)`` where there is a cap. ``sight`` says what a query sees. ``sinks``, one a head, are scores of a key without a
-    value. ``first_seen``, shape (rows, T), is the first position that sees each token, where some see those after them.
+    value. ``first_seen``, shape (rows, T), is the first of the queries that sees each of their tokens, where some see
+    those after them.
     """
 
     query: torch.Tensor
@@ -103,8 +104,9 @@ class AttentionInputs:
         seen = self.sight.sees(queries_N1, positions_T[None, :])
         if self.first_seen is None:
             return seen
-        ahead = (queries_N1 >= self.first_seen[:, None, None, :]) & (queries_N1 < positions_T)
-        return seen | ahead
+        own_N = positions_T[: self.query.shape[2]]  # places among those of the queries
+        ahead = (own_N[some, None] >= self.first_seen[:, None, None, :]) & (own_N[some, None] < own_N)
+        return seen | torch.nn.functional.pad(ahead, (num_tokens - len(own_N), 0))
 
 
 class Attention(Protocol):

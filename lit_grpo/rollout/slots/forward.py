@@ -18,7 +18,7 @@ from lit_grpo.policy.architecture.decoder import (
     hidden_states,
     raise_device_failure,
 )
-from lit_grpo.policy.architecture.vision import first_seen, image_features, with_images
+from lit_grpo.policy.architecture.vision import Placed, first_seen, image_features, with_images
 from lit_grpo.process.terminal import error_text, say
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.slots.attention import Attention, AttentionInputs, Forward, use_slot_attention
@@ -111,12 +111,11 @@ def prefill(
     sequences: Sequence[Sequence[int]],
     max_tokens: int,
     writer: ShelfWriter,
-    pictures: Sequence[Pictures | None] = (),
-    shift: int = 0,
+    pictures: Sequence[Sequence[tuple[int, Pictures]]] = (),
 ) -> torch.Tensor:
     """Run the policy over ``sequences``, in pieces of at most ``max_tokens`` tokens, padding included.
 
-    Prompts with images are one piece, because their placeholders belong together.
+    What has images is one piece, because their placeholders belong together.
 
     States are those after a sequence's last token, so where layers have states nothing is padded: a piece ends where a
     sequence does, which is then through.
@@ -127,8 +126,9 @@ def prefill(
         max_tokens: The most that go through the model at once; each sequence has at least one token in a piece.
         writer: Takes the keys and values, padded on the right to the longest sequence, and attends. The first token of
             each sequence stands after those that are written there.
-        pictures: The images of each sequence, if these are prompts; where layers have states, of one alone.
-        shift: How much lower than its place the position of each token is, if what is written has images.
+        pictures: The images of each sequence, with the place where their prompt or observation begins; of what is
+            written, :attr:`lit_grpo.types.Pictures.passed`, at place 0. Where layers have states, such sequences are of
+            one length.
 
     Returns:
         The hidden state of each sequence's last token, shape (rows, hidden size).
@@ -143,8 +143,11 @@ def prefill(
     there = in_one_copy({"ids": input_ids_BT, "last": torch.tensor(lengths) - 1}, device)
     input_ids_BT, last_B = there["ids"], there["last"]
     rows_B = torch.arange(len(sequences), device=device)
-    seen = [(row, each) for row, each in enumerate(pictures) if each is not None]
-    step = longest if seen else max(1, max_tokens // len(sequences))
+    seen = [Placed(row, place, None, each) for row, of_row in enumerate(pictures) for place, each in of_row]
+    there_now = [each.pictures for each in seen if each.pictures.images]
+    positions_BT = torch.arange(first_position, first_position + longest, device=device).expand_as(input_ids_BT)
+    placed_BT = with_images(positions_BT, seen) if seen else positions_BT
+    step = longest if there_now else max(1, max_tokens // len(sequences))
     begin, rows, own, final_BD = 0, len(sequences), {}, None
     while begin < longest:
         end = begin + step
@@ -154,20 +157,18 @@ def prefill(
             end = min(end, lengths[rows - 1]) if goes_on else begin + 1
             own = states.arguments(rows)
         piece_BT = input_ids_BT[:rows, begin:end]
-        positions_BT = torch.arange(begin, begin + piece_BT.shape[1], device=device).expand_as(piece_BT)
-        positions_BT = positions_BT + (first_position - shift)
         hidden_BTD = hidden_states(
             policy,
             piece_BT,
-            image_features(policy, [each for _, each in seen]) if seen else None,
-            position_ids=with_images(positions_BT, seen) if seen else positions_BT,
-            slot_cache=Forward(writer, 0, first_seen(piece_BT, seen)),
+            image_features(policy, there_now) if there_now else None,
+            position_ids=placed_BT[..., :rows, begin:end],
+            slot_cache=Forward(writer, 0, first_seen(piece_BT, seen) if there_now else (None, None)),
             **own,
         )
         if states is not None:
             states.take()
         if writer.shape.heads is not None:
-            writer.shape.heads.follow(writer, hidden_BTD, piece_BT, positions_BT)
+            writer.shape.heads.follow(writer, hidden_BTD, piece_BT, positions_BT[:rows, begin:end])
         state_BD = hidden_BTD[rows_B[:rows], (last_B[:rows] - begin).clamp(0, piece_BT.shape[1] - 1)]
         if final_BD is None:
             final_BD = state_BD

@@ -90,7 +90,7 @@ class SlotGenerator(Versioned):
             prediction, as Qwen3.5 has one, which needs a number of ``drafts``.
     """
 
-    abilities: frozenset[str] = frozenset({"entropies", "hidden_states", "images", "likeliest"})
+    abilities: frozenset[str] = frozenset({"entropies", "hidden_states", "images", "likeliest", "observed_images"})
 
     def __init__(
         self,
@@ -524,7 +524,7 @@ class SlotGenerator(Versioned):
                 sequences = [prompt.token_ids for prompt in prompts]
                 lengths = [*map(len, sequences)]
                 writer = cache.write_prompts(groups, lengths)
-                pictures = [prompt.pictures for prompt in prompts]
+                pictures = [[] if prompt.pictures is None else [(0, prompt.pictures)] for prompt in prompts]
                 hidden_BD = prefill(self.policy, sequences, budget.prefill_tokens, writer, pictures)
                 for row, (group, hidden_D) in enumerate(zip(groups, hidden_BD, strict=True)):
                     cache.prompts[group].hidden_D = hidden_D.clone()

@@ -12,7 +12,7 @@ from lit_grpo.rollout.slots.forward import prefill
 from lit_grpo.rollout.slots.kv.cache import CopiedRow, SlotCache
 from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
 from lit_grpo.trajectory import num_common, prefix_tree
-from lit_grpo.types import GroupKey, Key, Request
+from lit_grpo.types import GroupKey, Key, Pictures, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ _LEAST_COPIED = 16  # tokens of another completion; fewer are computed with the 
 
 
 class _Kept(NamedTuple):
-    """Tokens of a completion without a row, and what ``SlotCache.copy_completion`` returns of them.
+    """Contents of a completion without a row, and what ``SlotCache.copy_completion`` returns of them.
 
     ``num_tokens`` is what it takes, in KV tokens.
     """
@@ -58,7 +58,7 @@ class KeptCompletions:
         token, the row holds all its tokens, because its next one is in flight; else all but the last.
         """
         request, num_held = rows.requests[row], int(rows.counts[row]) - (hidden_D is None)
-        token_ids_T = rows.token_ids(row)[:num_held].copy()
+        token_ids_T = rows.contents(row)[:num_held].astype(np.int32)
         self._forget(request.key)
         num_tokens = len(token_ids_T) + cache.shape.pieces.state
         if not len(token_ids_T) or num_tokens > most_tokens:
@@ -120,9 +120,8 @@ class KeptCompletions:
                 writer = cache.write_completions(group, len(members), num_tokens, beginnings, known)
                 if known < num_tokens:
                     tails = [request.prefix.token_ids_T[known:num_tokens].tolist() for request, _ in members]
-                    prompt = members[0][0].prompt
-                    shift = len(prompt.token_ids) - prompt.end
-                    hidden = [*prefill(policy, tails, most_tokens, writer, shift=shift)]
+                    pictures = [_pictures_from(request, known) for request, _ in members]
+                    hidden = [*prefill(policy, tails, most_tokens, writer, pictures)]
                 for request, _ in members:
                     self._forget(request.key)
                 entered += () if step is None else hidden
@@ -143,14 +142,14 @@ class KeptCompletions:
         Returns:
             Its number of tokens, and the row or the copy that begins with it.
         """
-        token_ids_T = request.prefix.token_ids_T[:num_tokens].numpy()
+        token_ids_T = request.prefix.contents[:num_tokens]
         is_all = num_tokens == request.prefix.num_tokens
         own = self._kept.get(request.key)
         there: list[tuple[np.ndarray, int | CopiedRow]] = [] if own is None else [(own.token_ids_T, own.copied)]
         there += [(kept.token_ids_T, kept.copied) for kept in self._kept.values() if kept.group == request.group]
         for row, other in enumerate(rows.requests):
             if other.group == request.group:
-                there.append((rows.token_ids(row)[: len(rows.token_ids(row)) - (not is_all)], row))
+                there.append((rows.contents(row)[: len(rows.token_ids(row)) - (not is_all)], row))
         longest, source = 0, CopiedRow((), {})
         for number, (its_token_ids_T, its) in enumerate(there):
             common = num_common(its_token_ids_T, token_ids_T)
@@ -182,6 +181,14 @@ class KeptCompletions:
                     self._forget(key)
 
 
+def _pictures_from(request: Request, first: int) -> list[tuple[int, Pictures]]:
+    """Return the images of a prefix from its token ``first`` on, by their places after it, and what went before."""
+    prompt, prefix = request.prompt, request.prefix.pictures
+    before = [] if prompt.pictures is None else [(0, prompt.pictures.passed)]
+    before += [(0, each.passed) for place, each in prefix if place < first]
+    return before + [(place - first, each) for place, each in prefix if place >= first]
+
+
 def _one_of_each_beginning(requests: Sequence[Request]) -> tuple[list[Request], list[Request]]:
     """Part requests of which several begin with the same tokens of a prompt: the longest of those, and the others."""
     groups: dict[GroupKey, list[Request]] = {}
@@ -189,7 +196,7 @@ def _one_of_each_beginning(requests: Sequence[Request]) -> tuple[list[Request], 
         groups.setdefault(request.group, []).append(request)
     later: set[Key] = set()
     for members in groups.values():
-        tree = prefix_tree([request.prefix.token_ids_T[:-1].numpy() for request in members], _LEAST_COPIED)
+        tree = prefix_tree([request.prefix.contents[:-1] for request in members], _LEAST_COPIED)
         for branch in tree if len(members) > 1 else []:
             if branch.parent is None:
                 alike = sorted((members[number] for number in branch.members), key=lambda each: each.prefix.num_tokens)

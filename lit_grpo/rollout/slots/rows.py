@@ -97,8 +97,8 @@ class TokenRows:
                 self._logprobs[row, :count] = prefix.logprobs_T.numpy()
                 self.sampled[row] = prefix.num_sampled
                 self._entropy_sums[row] = prefix.entropy * prefix.num_sampled
-            prompt = request.prompt
-            self._prompt_ends[row] = len(prompt.token_ids) if prompt.pictures is None else prompt.end
+            prompt, shift = request.prompt, sum(each.shift for _, each in prefix.pictures)
+            self._prompt_ends[row] = (len(prompt.token_ids) if prompt.pictures is None else prompt.end) - shift
         self.requests += requests
 
     def inputs(
@@ -210,6 +210,10 @@ class TokenRows:
         """The tokens of a row so far, no copy."""
         return self._tokens[row, : self.counts[row]]
 
+    def contents(self, row: int) -> np.ndarray:
+        """Return what tells the tokens of a row from others, see :attr:`lit_grpo.types.Trajectory.contents`."""
+        return self.trajectory(row).contents if self.requests[row].prefix.pictures else self.token_ids(row)
+
     def with_stop_string(
         self, rows: Iterable[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase
     ) -> np.ndarray:
@@ -233,7 +237,8 @@ class TokenRows:
         versions_T[prefix.num_tokens :] = self._versions[row]
         num_sampled = count - prefix.num_tokens + prefix.num_sampled
         entropy = float(self._entropy_sums[row]) / max(num_sampled, 1)
-        return Trajectory(self._tokens[row, :count], self._logprobs[row, :count], versions_T, trained_T, entropy)
+        columns = self._tokens[row, :count], self._logprobs[row, :count], versions_T, trained_T
+        return Trajectory(*columns, entropy, pictures=prefix.pictures)
 
     def come_to(self, key: Key) -> Trajectory:
         """Return what the request in some row has come to."""

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from lit_grpo.memory import free_bytes
+from lit_grpo.policy.architecture.decoder import NEVER
 from lit_grpo.policy.architecture.states import may_have_states
 from lit_grpo.policy.hub import hub_or_cache
 from lit_grpo.process.terminal import first_line, warn
@@ -49,6 +50,8 @@ _CPU_FLAWS = {"ernie4_5_moe": "chooses experts without the bias of their router"
 _DELTA_KEY_SIZES, _DELTA_VALUES = (64, 128), 32  # likewise, of gated DeltaNets: key sizes; values are a multiple of it
 _WITH_TORCHVISION = ("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 """The families for which vLLM imports torchvision, for texts too: the file of their model has images."""
+_WITHOUT_VIDEO = ("idefics3",)
+"""The families that see, and whose processor has none for videos, which needs torchvision."""
 _NOT_RELOADED = {"gpt_oss": "experts and attention sinks"}
 _DRAFTERS = ("ngram", "ngram_gpu", "suffix", "mtp", "eagle3", "draft_model")
 _WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # of these; they may also draft nothing in a step
@@ -86,15 +89,16 @@ def require_vllm() -> None:
     check_version("", installed_version())
 
 
-def check_packages(family: str) -> None:
-    """Raise a ValueError if vLLM's model of a family imports a package that is not installed here."""
-    if lacking := _lacking(family):
+def check_packages(family: str, sees: bool = False) -> None:
+    """Raise a ValueError if vLLM's model of a family, or its processor where it ``sees``, needs a package not here."""
+    if lacking := _lacking(family, sees):
         raise ValueError(f"{lacking}, or take lit_grpo.rollout.slots.SlotGenerator.")
 
 
-def _lacking(family: str) -> str:
+def _lacking(family: str, sees: bool = False) -> str:
     """Return the beginning of a sentence about a missing package; the command leaves the installed torch as it is."""
-    if family not in _WITH_TORCHVISION or util.find_spec("torchvision") is not None:
+    needed = family in _WITH_TORCHVISION or (sees and family not in _WITHOUT_VIDEO)
+    if not needed or util.find_spec("torchvision") is not None:
         return ""
     version, _, build = str(torch.__version__).partition("+")
     index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
@@ -488,8 +492,8 @@ def adapter_arguments(adapters: Adapters | None, given: Mapping[str, Any]) -> di
         raise ValueError(f"adapters is alone, but the policy has none; set model.lora, or {instead}.")
     if adapters.elsewhere is not None:
         raise ValueError(
-            f"adapters is alone, but model.lora trains {adapters.elsewhere!r}, and vLLM takes adapters of linear "
-            f"layers below the head only; leave it out of lora.target_modules, or {instead}."
+            f"adapters is alone, but model.lora trains {adapters.elsewhere!r}, and vLLM takes adapters of the "
+            f"decoder's linear layers only; leave it out of lora.target_modules, or {instead}."
         )
     rank, max_rank = adapters.rank, given.get("max_lora_rank")
     if rank > _RANKS[-1]:
@@ -529,17 +533,20 @@ def check_min_p(request: Request, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def sampling_fields(request: Request, num_begun: int, eos_ids: Sequence[int], keyed: bool) -> dict[str, Any]:
+def sampling_fields(
+    request: Request, num_begun: int, eos_ids: Sequence[int], keyed: bool, never: Sequence[int] = ()
+) -> dict[str, Any]:
     """Return vLLM's sampling parameters of a request, including all that a server might have defaults for.
 
     The seed is a hash of the request's key, so the random numbers do not depend on what else is decoded.
 
     ``num_begun`` of its tokens were sampled before; for vLLM they are part of the prompt. Where vLLM does not draw by
-    seed and position (``keyed``), every stretch of tokens gets a seed of its own.
+    seed and position (``keyed``), every stretch of tokens gets a seed of its own. Tokens of ``never`` are not sampled.
     """
     sampling = request.sampling
     seed = request_key(request) if keyed else request_key(request) + num_begun * _ODD
-    return {
+    fields = {"logit_bias": dict.fromkeys(never, NEVER)} if never else {}
+    return fields | {
         "n": 1,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -17,8 +17,10 @@ import torch
 from lit_grpo.compatibility import Clash, check_clashes
 from lit_grpo.limits import checks_arguments
 from lit_grpo.memory import free_bytes
+from lit_grpo.policy.architecture.vision import sees
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.files import PrivateFolder
+from lit_grpo.process.terminal import first_line
 from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.arguments import (
@@ -37,6 +39,7 @@ from lit_grpo.rollout.vllm.arguments import (
     start_failure,
 )
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
+from lit_grpo.rollout.vllm.images import Shown, image_arguments, other_tokens, shown
 from lit_grpo.rollout.vllm.streams import EngineRequest, NotAsAsked, SampledChunk
 from lit_grpo.rollout.weights.shipments import Shipment
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError, joined
@@ -123,13 +126,13 @@ class VLLMGenerator(EngineGenerator):
         check_drafts(self.arguments, policy)
         if policy.device.type == "cpu":
             check_on_cpu(policy.config.get_text_config(), self.arguments)
-        check_packages(policy.config.model_type)
+        check_packages(policy.config.model_type, sees(policy.module))
         _end_engines()
         self._folder = PrivateFolder("lit_grpo_vllm_")
         policy.save_skeleton(self._folder.path)
         model, tokenizer = str(self._folder.path), str(self._folder.path / TOKENIZER)
         own = self._own_arguments(policy)
-        own |= {**lora, **draft_arguments(self.arguments)}
+        own |= {**lora, **draft_arguments(self.arguments), **image_arguments(policy)}
         arguments: dict[str, Any] = {"model": model, "tokenizer": tokenizer, **own, **self.arguments}
         with (
             quiet_start(),
@@ -300,16 +303,33 @@ class VLLMGenerator(EngineGenerator):
 
     def _ask(self, stream: EngineRequest) -> None:
         assert stream.ticket is not None
-        self._add(stream.ticket, stream.prompt, stream.salt, self._fields(stream, self._keyed), "DELTA")
+        fields = self._fields(stream, self._keyed)
+        self._add(stream.ticket, stream.prompt, stream.salt, fields, "DELTA", shown(stream))
 
-    def _add(self, number: int, prompt: Sequence[int], salt: str, fields: Mapping[str, Any], output_kind: str) -> None:
+    def _add(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        salt: str,
+        fields: Mapping[str, Any],
+        output_kind: str,
+        shown: Shown | None = None,
+    ) -> None:
         """Ask the engine, which if short of memory sets aside the requests with the highest numbers: the youngest."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(**fields, output_kind=getattr(RequestOutputKind, output_kind))
-        tokens = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
-        self._engine.add_request(str(number), tokens, params, priority=number, lora_request=self._adapter)
+        read: Any = {"prompt_token_ids": list(prompt)} if shown is None else shown.in_process()
+        tokens = TokensPrompt(**read, cache_salt=salt)
+        try:
+            self._engine.add_request(str(number), tokens, params, priority=number, lora_request=self._adapter)
+        except Exception as error:
+            if shown is None:
+                raise
+            raise ValueError(
+                f"vLLM reads no prompt with images: {first_line(error)}; take lit_grpo.rollout.slots.SlotGenerator."
+            ) from error
 
     def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
         self._stop([str(self._streams.take_ticket(stream)) for stream in streams])
@@ -337,6 +357,9 @@ class VLLMGenerator(EngineGenerator):
         for output in self._step_engine():
             if (stream := self._streams.of_ticket(int(output.request_id))) is None:
                 continue
+            is_first = stream.request.prompt.pictures is not None and len(stream.token_ids) == stream.num_begun
+            if is_first and (other := other_tokens(stream.prompt, output.prompt_token_ids)):
+                raise GenerationError(f"{stream.engine} {other}")
             sampled, token_ids = output.outputs[0], list(output.outputs[0].token_ids)
             said = zip(token_ids, sampled.logprobs or (), strict=False)
             logprobs: list[Any] = [at[token].logprob if token in at else None for token, at in said]

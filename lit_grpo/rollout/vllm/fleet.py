@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from lit_grpo.policy.architecture.vision import sees
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.files import PrivateFolder
@@ -27,6 +28,7 @@ from lit_grpo.ranks import Ranks
 from lit_grpo.rollout.vllm.arguments import all_draw_by_position, check_drafter, check_version, drafting, dtype_of
 from lit_grpo.rollout.vllm.guard import TOKEN_VARIABLE
 from lit_grpo.rollout.vllm.http import SERVE, ServerClient, ServerError
+from lit_grpo.rollout.vllm.images import check_sees
 from lit_grpo.rollout.vllm.process import ServerPlan, ServerProcess
 from lit_grpo.rollout.weights.files import weights_folder, write
 from lit_grpo.rollout.weights.shipments import Shipment
@@ -76,6 +78,7 @@ def check_server_drafts(url: str, served: Any, given: Mapping[str, Any] | None, 
     if not isinstance(served, Mapping | None):
         raise ValueError(f"The server at {url} has the speculative_config {served!r}, as no vLLM has. {SERVE}")
     if served:
+        check_sees(policy, {"speculative_config": served})
         check_drafter(served, policy, f"At the server {url} speculative_config.")
     told = {name: value for name, value in (served or {}).items() if name in _DRAFTS_COMPARED and value is not None}
     if any(name in _DRAFTS_COMPARED and value != told.get(name) for name, value in (given or {}).items()):
@@ -116,6 +119,7 @@ class Introduction:
         self.policy, self.drafting = policy, drafting
         self.rank, self.backend = rank, backend
         self.fields = {name: getattr(config, name) for name in _COMPARED}
+        self.more = {"sees": True} if sees(policy.module) else {}
         self.text = str(tokenizer.decode(list(range(min(config.vocab_size, 200))), skip_special_tokens=True))
         self.text_ids: list[int] = tokenizer.encode(self.text, add_special_tokens=False)
 
@@ -195,7 +199,7 @@ class Server:
             )
             text = {"prompt": introduction.text, "add_special_tokens": False}
             text_ids = client.ask("POST", "/tokenize", text, lambda answer: list(answer["tokens"]))
-            client.ask_workers("check_model", fields=introduction.fields)
+            client.ask_workers("check_model", fields=introduction.fields, **introduction.more)
         except ServerError as error:
             ours = self.process is not None  # which nobody else starts
             said = f"{error}{self.kept_log()}" if ours else error.with_remedy()

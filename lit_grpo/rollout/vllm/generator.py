@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 
 from lit_grpo.limits import Limit, checks_arguments
+from lit_grpo.policy.architecture.decoder import never_sampled
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.policy.weights import PolicyWeights
@@ -26,6 +27,7 @@ from lit_grpo.rollout.vllm.arguments import (
     sampling_fields,
     warn_of_dtype,
 )
+from lit_grpo.rollout.vllm.images import check_sees
 from lit_grpo.rollout.vllm.streams import EngineRequest, EngineRequests, SampledChunk
 from lit_grpo.rollout.weights.adapters import AdapterWeights, adapter_folder, apart, share_of_elements
 from lit_grpo.rollout.weights.tensors import SyncReport, Versioned, check_nothing_in_flight, complete
@@ -81,7 +83,7 @@ class EngineGenerator(Versioned, ABC):
         remedies: tuple[str, str],
     ) -> None:
         self.num_slots, self.adapters, self.keeps_base, self.remedies = num_slots, adapters, keeps_base, remedies
-        self.abilities: frozenset[str] = frozenset({"own_weights", "scores"})
+        self.abilities: frozenset[str] = frozenset({"images", "own_weights", "scores"})
         if adapters != "alone":
             self.abilities |= {"keeps_kv"}
         self.sends_alone = False
@@ -145,6 +147,7 @@ class EngineGenerator(Versioned, ABC):
         """Start engines for the policy's architecture, without its weights; those of the same architecture are kept."""
         warn_of_dtype(policy, self.weights_dtype)
         check_family(policy.config.get_text_config(), self.arguments, policy.context_length)
+        check_sees(policy, self.arguments)
         lora = self._adapter_arguments(policy)
         self.sends_alone = bool(lora)
         made_for = f"{policy.signature} {lora.get('max_lora_rank')}"
@@ -243,7 +246,8 @@ class EngineGenerator(Versioned, ABC):
     def _fields(self, stream: EngineRequest, keyed: bool) -> dict[str, Any]:
         """Return vLLM's sampling parameters for the tokens to follow; ``keyed`` where it draws by position."""
         assert self._policy is not None
-        return sampling_fields(stream.request, stream.num_begun, self._policy.eos_ids, keyed)
+        never = never_sampled(self._policy.module)
+        return sampling_fields(stream.request, stream.num_begun, self._policy.eos_ids, keyed, never)
 
     def expect(self, prompts: Iterable[Prompt]) -> None:
         self._streams.features.unseen += prompts

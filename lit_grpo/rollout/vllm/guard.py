@@ -93,6 +93,8 @@ class Guard:
             if scope["method"] not in ("GET", "HEAD") and scope["path"] not in _SAMPLING:
                 self._check_owner(run)
                 _check_body(scope["path"], body)
+            elif b"content_parts" in body or b"\\u" in body:  # by which JSON may spell it
+                _check_images(body)
         except Refusal as refusal:
             await self._answer(send, refusal.status, refusal.body)
             return
@@ -248,6 +250,18 @@ def _check_body(path: str, body: bytes) -> None:
             raise Refusal(403, f"{text!r} is no .safetensors file; weights come in these alone.")
         if name == "lora_path" and not (Path(text) / "adapter_model.safetensors").is_file():
             raise Refusal(403, f"{text!r} holds no adapter_model.safetensors; adapters come in these alone.")
+
+
+def _check_images(body: bytes) -> None:
+    """Refuse a request for tokens whose images are not in it: nothing is downloaded, and no file is read."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return  # of which vLLM says so
+    parts = content.get("content_parts") if isinstance(content, dict) else None
+    urls = [part.get("url") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    if not all(isinstance(url, str) and url.startswith("data:image/png;base64,") for url in urls):
+        raise Refusal(403, "Images come within a request, as PNG in base64 (data:image/png), and from nowhere else.")
 
 
 def _strings(content: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -23,6 +23,7 @@ import httpx
 from lit_grpo.process.calls import EventLoop
 from lit_grpo.process.terminal import warn
 from lit_grpo.rollout.vllm.guard import NAME_HEADER, OWNER_PATH, PROCESS_HEADER, RUN_HEADER, TOKEN_VARIABLE
+from lit_grpo.rollout.vllm.images import Shown, other_tokens
 from lit_grpo.rollout.vllm.streams import DraftCount, SampledChunk
 
 _LOOK_S = 3.0  # in which a server that is well answers
@@ -468,7 +469,7 @@ class ServerClient:
             return
         if path == OWNER_PATH and status == 409:
             raise ValueError(_said(response).replace("The server", f"The vLLM server at {self.url}", 1))
-        if path == _GENERATE and status in (400, 404, 422):
+        if path == _GENERATE and status in (400, 404, 413, 422):
             raise self._error(f"refuses a prompt: {_message(response)}", "refuses")
         if status == 401:
             raise self._error(
@@ -491,17 +492,19 @@ class ServerClient:
     # ---- completions ------------------------------------------------------------------------------
 
     async def stream(
-        self, prompt: list[int], fields: Mapping[str, Any], salt: str
+        self, prompt: list[int], fields: Mapping[str, Any], salt: str, shown: Shown | None = None
     ) -> AsyncIterator[SampledChunk | DraftCount]:
         """Sample a completion of ``prompt``, with the sampling parameters ``fields`` in vLLM's names, chunk by chunk.
 
         After its end comes what was drafted for it, if the server drafts and counts it by request.
 
         The engine may share the KV cache of requests with the same ``salt``. A server that fails, refuses the request,
-        or samples with other weights than those that this run has sent, is a ServerError.
+        or samples with other weights than those that this run has sent, is a ServerError. So is one that reads a prompt
+        that is ``shown`` as other tokens than ``prompt``.
         """
         weights, name, num_tokens, num_after = self.weights, token_hex(8), 0, -1
         body = {"token_ids": prompt, "sampling_params": fields, "model": self.model, "cache_salt": salt, "stream": True}
+        body |= {} if shown is None else shown.in_request()
         body |= {"request_id": name, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         try:
             async with self._http.stream("POST", _GENERATE, json=body) as response:
@@ -516,7 +519,8 @@ class ServerClient:
                         if num_after == _MAX_LINES_AFTER:
                             return
                     elif line.startswith("data: {"):
-                        chunk = self._chunk(line[6:], name, num_tokens, weights)
+                        read = prompt if shown is not None and not num_tokens else None
+                        chunk = self._chunk(line[6:], name, num_tokens, weights, read)
                         if chunk.token_ids:
                             self.watch.moves(has_tokens=True)
                         num_tokens += len(chunk.token_ids)
@@ -540,8 +544,12 @@ class ServerClient:
                 raise self._error(f"sends a line of more than {_MAX_LINE} bytes in a completion.")
         yield begun.decode(errors="replace")
 
-    def _chunk(self, text: str, name: str, num_before: int, weights: str) -> SampledChunk:
+    def _chunk(
+        self, text: str, name: str, num_before: int, weights: str, prompt: list[int] | None = None
+    ) -> SampledChunk:
         """Read an event of the completion ``name``, all of it sampled by these ``weights``.
+
+        The first event tells how the server has read a ``prompt`` with images.
 
         vLLM says with each event how many tokens there are so far. So one that is lost, comes twice or is of another
         completion shows at once.
@@ -570,6 +578,8 @@ class ServerClient:
                 "else has changed its weights.",
                 "foreign",
             )
+        if prompt is not None and (other := other_tokens(prompt, event.get("prompt_token_ids"))):
+            raise self._error(other, "refuses")
         if named != token_ids:
             raise self._error(f"sends the tokens {token_ids} with the log-probs of {named}.")
         if not is_its:
@@ -598,11 +608,19 @@ class HttpReceiver:
         self._tasks: dict[int, Future[None]] = {}
         self._loop = loop
 
-    def begin(self, ticket: int, client: ServerClient, prompt: list[int], fields: Mapping[str, Any], salt: str) -> None:
+    def begin(
+        self,
+        ticket: int,
+        client: ServerClient,
+        prompt: list[int],
+        fields: Mapping[str, Any],
+        salt: str,
+        shown: Shown | None = None,
+    ) -> None:
         """Ask a server for a completion."""
 
         async def read() -> None:
-            async for chunk in client.stream(prompt, fields, salt):
+            async for chunk in client.stream(prompt, fields, salt, shown):
                 self._arrivals.put(Arrival(ticket, chunk))
 
         async def pump() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from lit_grpo.policy.architecture.vision import sees
 from lit_grpo.policy.spec import TOKENIZER, PolicySpec
 from lit_grpo.process.bound import PARENT_VARIABLE
 from lit_grpo.rollout.vllm.arguments import (
@@ -37,6 +38,7 @@ from lit_grpo.rollout.vllm.arguments import (
     server_environment,
 )
 from lit_grpo.rollout.vllm.guard import GUARD, HOST_VARIABLE, KEY_VARIABLE, LOG_VARIABLE, OWNER_PATH
+from lit_grpo.rollout.vllm.images import check_sees, image_arguments
 
 _STOP_S = 10.0
 _LONGEST_FOLDER = 70  # characters, for sockets in it, whose paths have at most 107
@@ -70,13 +72,15 @@ class ServerPlan:
         require_vllm()
         known = {**given, **_named(flags)}
         check_drafts(known, policy)
+        check_sees(policy, known)
         if not on_gpu:
             check_on_cpu(policy.config.get_text_config(), known)
-        check_packages(policy.config.model_type)
+        check_packages(policy.config.model_type, sees(policy.module))
         kv_bytes = None  # which leaves them to vLLM
         if "gpu_memory_utilization" not in known:
             kv_bytes = kv_bytes_of_slots(policy, dtype_of(known) or policy.dtype, num_slots, known)
         self.num_servers, self._given, self._flags = num_servers, draft_arguments(known) | dict(given), flags
+        self._given = image_arguments(policy, on_server=True) | self._given
         self._chosen = str(policy.dtype).removeprefix("torch."), num_slots, num_servers, kv_bytes
 
     def start(

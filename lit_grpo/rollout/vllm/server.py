@@ -18,6 +18,7 @@ from lit_grpo.rollout.generator import GenerationError, StepEvents
 from lit_grpo.rollout.vllm.fleet import Fleet, Server
 from lit_grpo.rollout.vllm.generator import EngineGenerator, Room, Slots, Travel
 from lit_grpo.rollout.vllm.http import Arrival, HttpReceiver, ServerError
+from lit_grpo.rollout.vllm.images import shown
 from lit_grpo.rollout.vllm.streams import DraftCount, EngineRequest, NotAsAsked
 from lit_grpo.rollout.weights.tensors import SyncReport, WeightSyncError
 
@@ -200,7 +201,8 @@ class VLLMServerGenerator(EngineGenerator):
         server = self._at[stream] = min(free, key=lambda server: ahead[server])
         stream.engine = f"the vLLM server at {server.client.url}"
         assert stream.ticket is not None
-        self._pump.begin(stream.ticket, server.client, stream.prompt, self._fields(stream, server.keyed), stream.salt)
+        fields = self._fields(stream, server.keyed)
+        self._pump.begin(stream.ticket, server.client, stream.prompt, fields, stream.salt, shown(stream))
 
     def _withdraw(self, streams: Sequence[EngineRequest]) -> None:
         for stream in streams:

@@ -19,7 +19,7 @@ from lit_grpo.cli.parsing.sentences import exit_with
 from lit_grpo.memory import free_bytes
 from lit_grpo.policy.loading import load_config
 from lit_grpo.scheduling.memory_amount import MemoryAmount
-from lit_grpo.training.forecast import Demand, Forecast, Sizes, demand_of, forecast, largest
+from lit_grpo.training.forecast import Demand, Forecast, Sizes, Tower, demand_of, forecast, largest
 
 GIB = 2**30
 FOUND = ("num_slots", "micro_batch_tokens")
@@ -47,10 +47,9 @@ class FitCheckCLI(LikeFitCLI):
         demand = demand_of(settings, device)
         limit = self._limit or _free_on(device)
         sizes = Sizes.of(load_config(settings["model"]["policy"]), demand.mixed, demand.weight_bytes)
+        sizes = replace(sizes, tower=Tower.of(settings["model"], demand))
         taken = forecast(sizes, demand)
         _show(sizes, demand, taken, limit)
-        if settings["model"]["vision"] != "none":
-            print("The vision tower and what it computes of images come on top; they are not estimated.")
         sys.exit(int(taken.peak > limit))
 
 

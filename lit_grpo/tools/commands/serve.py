@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-slots", type=int, default=64, help="completions decoded at a time")
     parser.add_argument("--dtype", default="auto", help="the dtype of computations; auto is the policy's own")
     parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters without base weights, up to this rank")
+    parser.add_argument(
+        "--vision", action="store_true", help="serve the policy's vision tower, for prompts with images"
+    )
     options, others = parser.parse_known_args(arguments)
     for number in _STOPS:  # a shell without a terminal starts background processes with SIGINT ignored
         signal.signal(number, lambda *_: sys.exit(0))
@@ -48,6 +51,8 @@ def _serve(options: argparse.Namespace, others: list[str]) -> str:
     import torch
 
     from lit_grpo.policy import load_policy, load_tokenizer
+    from lit_grpo.policy.architecture.vision import give_vision
+    from lit_grpo.policy.loading import load_vision
     from lit_grpo.policy.spec import PolicySpec
     from lit_grpo.process.files import PrivateFolder
     from lit_grpo.rollout.vllm.arguments import lora_arguments, require_vllm
@@ -62,7 +67,10 @@ def _serve(options: argparse.Namespace, others: list[str]) -> str:
         given |= lora_arguments(options.max_lora_rank)
     if on_gpu := torch.cuda.is_available():
         given |= {"weight_transfer_config": {"backend": "nccl"}}
-    policy = PolicySpec(load_policy(options.policy), load_tokenizer(options.policy))
+    model, tokenizer = load_policy(options.policy, vision=options.vision), load_tokenizer(options.policy)
+    if options.vision:
+        give_vision(model, load_vision(options.policy, tokenizer))
+    policy = PolicySpec(model, tokenizer)
     plan = ServerPlan(policy, options.num_slots, given, on_gpu, flags=others)
     folder = PrivateFolder("lit_grpo_vllm_")
     policy.save_skeleton(folder.path)

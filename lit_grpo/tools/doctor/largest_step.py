@@ -15,7 +15,13 @@ from lit_grpo.tools.doctor.report import CheckResult
 from lit_grpo.tools.doctor.trial import learn, rewarded, undone
 from lit_grpo.types import Completion, Prompt, Request, Rollout, RolloutGroup
 from lit_grpo.update.batches.microbatch import least_tokens
-from lit_grpo.update.micro_batch_size import ActivationBytes, activation_bytes, estimate_tokens, pending_bytes
+from lit_grpo.update.micro_batch_size import (
+    ActivationBytes,
+    activation_bytes,
+    estimate_tokens,
+    image_share,
+    pending_bytes,
+)
 
 _GIB = 2**30
 _TOKEN_BYTES = 8  # host memory for a token of a completion that waits for its group
@@ -33,7 +39,7 @@ def check_memory(patient: Patient) -> Iterator[CheckResult]:
     groups, num_tokens = _longest(patient)
     rollouts, settings = groups[0].rollouts, patient.module.settings
     least, free = least_tokens(rollouts, settings.shares_prefix), free_bytes(patient.device)
-    activations = _activations(patient)
+    activations = _activations(patient, groups[0].prompt)
     needed = activations.of(least) + pending_bytes(patient.module.policy)
     patient.report.table(*_what_fits(patient, activations, free))
     if needed > free:
@@ -75,8 +81,9 @@ def _longest(patient: Patient) -> tuple[list[RolloutGroup], int]:
     if budget == "auto":
         is_selective = settings.gradient_checkpointing == "selective"
         free = free_bytes(patient.device)
+        share = image_share(module.policy, prompt, num_completion)
         with patient.computing():
-            budget = estimate_tokens(module.policy, free, settings.shares_prefix, is_selective)
+            budget = estimate_tokens(module.policy, free, settings.shares_prefix, is_selective, share)
     if settings.shares_prefix:
         fitting = (budget - num_prompt) // num_completion
     else:
@@ -98,12 +105,12 @@ def _made_up(patient: Patient, prompt: Prompt, number: int, vocabulary: int, gen
     return Rollout(prompt, Completion(request, ids_T, logprobs_T, torch.zeros_like(ids_T), "stop"))
 
 
-def _activations(patient: Patient) -> ActivationBytes:
-    settings = patient.module.settings
+def _activations(patient: Patient, prompt: Prompt) -> ActivationBytes:
+    settings, policy = patient.module.settings, patient.module.policy
+    share = image_share(policy, prompt, patient.module.sampling.max_tokens)
     with patient.computing():
-        return activation_bytes(
-            patient.module.policy, settings.shares_prefix, settings.gradient_checkpointing == "selective"
-        )
+        is_selective = settings.gradient_checkpointing == "selective"
+        return activation_bytes(policy, settings.shares_prefix, is_selective, share)
 
 
 def _what_fits(patient: Patient, activations: ActivationBytes, free: int) -> tuple[list[str], list[list[str]]]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lit_grpo.data.overlap import REMEDY, shared_validation
+from lit_grpo.display.pictures import data_url
+from lit_grpo.policy.architecture.vision import open_image, sees, vision_of
 from lit_grpo.policy.loading import embeddings
 from lit_grpo.policy.named import is_packaged
 from lit_grpo.policy.spec import eos_token_ids
-from lit_grpo.process.terminal import on_one_line
+from lit_grpo.process.files import replace_file
+from lit_grpo.process.terminal import counted, html_text, on_one_line
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import WIDTH, CheckResult
 from lit_grpo.types import Prompt
@@ -24,6 +28,11 @@ if TYPE_CHECKING:
 NUM_SHOWN = 3
 SHARED_SHOWN = 8  # characters shown of the beginning that all prompts share
 QUOTE_WIDTH = WIDTH - 5  # columns without the margin of a quote
+MOST_SHOWN = 512  # pixels of an image's longer side on the page
+PAGE = (
+    '<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+    "style-src 'unsafe-inline'; img-src data:\"><title>Prompts</title><style>pre{white-space:pre-wrap}</style>"
+)
 _MARKER = re.compile(r"<\|[^|<>\s]{1,40}\|>|<[a-z]+_of_[a-z]+>|\[/?INST\]|</?s>")
 _NUM_TOKENS = 64  # of a prompt, for its likelihood
 _NUM_SHUFFLES = 4
@@ -36,6 +45,11 @@ def check_prompts(patient: Patient) -> Iterator[CheckResult]:
     lengths = [len(prompt.token_ids) for prompt in prompts]
     yield CheckResult("pass", "prompts", f"{len(prompts)} of {min(lengths)} to {max(lengths)} tokens")
     shown = [str(tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)) for prompt in prompts[:NUM_SHOWN]]
+    if sees(patient.module.policy):
+        mark = str(tokenizer.decode([vision_of(patient.module.policy).feature_token]))
+        runs = re.compile(f"(?:{re.escape(mark)}){{2,}}")
+        shown = [runs.sub(lambda run: f"[{len(run[0]) // len(mark)} x {mark}]", text) for text in shown]
+        yield _images(patient, prompts[:NUM_SHOWN], shown)
     for text in differing_parts([on_one_line(text) for text in shown]):
         patient.report.quote(text)
     if shared := shared_validation(patient.data.prompts):
@@ -52,6 +66,24 @@ def check_prompts(patient: Patient) -> Iterator[CheckResult]:
         yield CheckResult(
             "fail", "prompt ends", "in a token that ends completions", "correct the chat template, or the data"
         )
+
+
+def _images(patient: Patient, prompts: Sequence[Prompt], texts: Sequence[str]) -> CheckResult:
+    """Write a page of the first prompts with their images as the policy gets them; say what each image takes."""
+    vision, parts, taken = vision_of(patient.module.policy), [PAGE], list[int]()
+    for prompt, text in zip(prompts, texts, strict=True):
+        parts.append(f"<h2>{html_text(prompt.prompt_id)}</h2>")
+        for data in () if prompt.pictures is None else prompt.pictures.images:
+            image = open_image(data)
+            taken.append(len(vision.tokens_of(data)))
+            size = f"{image.width} x {image.height} pixels, {counted(taken[-1], 'token')}"
+            image.thumbnail((MOST_SHOWN, MOST_SHOWN))
+            parts.append(f'<figure><img src="{data_url(image)}" alt=""><figcaption>{size}</figcaption></figure>')
+        parts.append(f"<pre>{html_text(text)}</pre>")
+    path = Path(patient.trainer.default_root_dir).parent / "doctor-prompts.html"
+    replace_file(path, "\n".join(parts).encode("utf-8", "backslashreplace"))
+    each = f"{min(taken)} to {max(taken)} tokens an image; " if taken else "none in the first prompts; "
+    return CheckResult("pass", "images", f"{each}the first {len(prompts)} prompts are in {path}")
 
 
 def differing_parts(texts: Sequence[str], width: int = QUOTE_WIDTH) -> list[str]:

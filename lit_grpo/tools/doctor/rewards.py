@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lit_grpo.display.pictures import without_images
 from lit_grpo.process.terminal import on_one_line
 from lit_grpo.rewards import RewardError, RewardRunner
 from lit_grpo.rewards.function import RewardFunction
@@ -82,7 +83,7 @@ def _show_one(patient: Patient) -> None:
             name: value for name, value in best.prompt.columns.items() if name != patient.data.renderer.prompt_column
         }
         patient.report.quote(f'{best.prompt.prompt_id} is completed: "{on_one_line(best.completion.text)}"')
-        for name, value in columns.items():
+        for name, value in without_images(columns).items():
             patient.report.quote(f"  its {name}: {on_one_line(str(value))}")
         for name, value in best.rewards.items():
             patient.report.quote(f"  its reward {name}: {'none' if value is None else f'{value:.3g}'}")

@@ -20,6 +20,7 @@ from lit_grpo.checks import check_prompt_lengths
 from lit_grpo.cli.command_line import GROUPS, LikeFitCLI, run
 from lit_grpo.cli.parsing.refusals import check_settings, check_values
 from lit_grpo.cli.parsing.sentences import CONFIG, SentenceParser, exit_with
+from lit_grpo.data.chat import without_files
 from lit_grpo.display.screen import tell, the_console
 from lit_grpo.module import GRPOModule
 from lit_grpo.policy.loading import load_tokenizer, longest_sequence
@@ -380,7 +381,7 @@ def _scored(group: RolloutGroup, policy: str, how: SamplingPass, module: GRPOMod
                 truncated=completion.finish_reason == "length",
                 columns={name: value for name, value in rollout.prompt.columns.items() if name in needed},
                 dataset=rollout.prompt.dataset,
-                messages=None if completion.episode is None else completion.episode.messages,
+                messages=None if completion.episode is None else without_files(completion.episode.messages),
             )
         )
     assert len(found) == how.num_samples, (group.key, len(found))

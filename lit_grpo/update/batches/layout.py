@@ -12,9 +12,9 @@ import torch
 
 from lit_grpo.memory import in_one_copy
 from lit_grpo.plugins.columns import OF_CANDIDATES
-from lit_grpo.policy.architecture.vision import with_images
+from lit_grpo.policy.architecture.vision import Placed, with_images
 from lit_grpo.trajectory import OBSERVED, prefix_tree
-from lit_grpo.types import Pictures, Rollout
+from lit_grpo.types import MutualSpan, Pictures, Rollout
 from lit_grpo.update.objective.tokens import Tokens
 from lit_grpo.update.plugin import Chunk
 from lit_grpo.update.prefix.carried import CarriedSpan
@@ -72,7 +72,7 @@ class PackedRow(Tokens):
         stretches: What is where, and which tokens see which.
         carried: What the row sees of other micro-batches, a span for each stretch that is.
         in_row: What others have seen of it, with its place.
-        pictures: The images of its prompts, in order.
+        pictures: The images of its prompts and observations, in order.
         chunk: The chunk of a completion that the row is; it then has no other.
         weight: What its tokens count: 1, or the chunk's weight; 0 if the row is a token that stands for nothing.
         members: Completions in the row, in the order of the N axis.
@@ -240,9 +240,9 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     members = list[tuple[int, Rollout, Chunk | None]]()
     sources: list[tuple[int, int]] = []  # where predecessors stand, as (begin, number); carried ones are below 0
     start = num_carried = 0
-    seen = list[tuple[int, int, RowPart]]()  # parts with images, and from where to where their tokens stand
+    seen = list[Placed]()
     for part in parts:
-        of_part, its_tokens, paths = _place(part, rollouts, start, len(stretches), least_shared)
+        of_part, its_tokens, paths, observed = _place(part, rollouts, start, len(stretches), least_shared)
         tokens += its_tokens
         prompt, before = of_part[0], start + of_part[0].length - 1
         if part.before is not None:
@@ -254,7 +254,8 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
         stretches += of_part
         end = start + sum(each.length for each in of_part if not each.carried)
         if part.pictures is not None:
-            seen.append((start, end, part))
+            seen.append(Placed(0, start, end, part.pictures if part.before is None else part.pictures.passed))
+        seen += observed
         start = end
         for member, path in zip(part.members, paths, strict=True):
             members.append((member, rollouts[member], part.chunk))
@@ -277,8 +278,8 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     positions_T = torch.from_numpy(_ranges(own[:, 1], own[:, 2]))
     row = PackedRow(
         input_ids_BT=torch.from_numpy(np.concatenate(tokens, dtype=np.int64))[None],
-        position_ids_BT=_seen_positions(positions_T, seen) if seen else positions_T[None],
-        pictures=tuple(part.pictures for *_, part in seen if part.pictures is not None and part.before is None),
+        position_ids_BT=with_images(positions_T[None], seen) if seen else positions_T[None],
+        pictures=tuple(each.pictures for each in seen if each.pictures.images),
         stretches=tuple(stretches),
         carried=tuple(carried),
         in_row=tuple(in_row),
@@ -291,22 +292,9 @@ def lay_out(rollouts: Sequence[Rollout], parts: Sequence[RowPart], least_shared:
     return row
 
 
-def _seen_positions(positions_T: torch.Tensor, seen: Sequence[tuple[int, int, RowPart]]) -> torch.Tensor:
-    """Return positions of a row with images, shape (1, T), or (3, 1, T) if tokens have three positions each."""
-    turned = [(begin, end, part, part.pictures) for begin, end, part in seen if part.pictures is not None]
-    if all(pictures.positions_3P is None for *_, pictures in turned):
-        return positions_T[None]
-    positions_3T = positions_T.repeat(3, 1)
-    for begin, end, part, pictures in turned:
-        positions_3T[:, begin:end] -= pictures.shift
-        if part.before is None and pictures.positions_3P is not None:
-            positions_3T[:, begin : begin + pictures.positions_3P.shape[1]] = pictures.positions_3P
-    return positions_3T[:, None]
-
-
 def _place(
     part: RowPart, rollouts: Sequence[Rollout], start: int, number: int, least_shared: int
-) -> tuple[list[Stretch], list[np.ndarray], list[list[tuple[int, int]]]]:
+) -> tuple[list[Stretch], list[np.ndarray], list[list[tuple[int, int]]], list[Placed]]:
     """Place a part in a row: its prompt, where that is not carried, and the tree of its completions.
 
     Args:
@@ -317,16 +305,19 @@ def _place(
         least_shared: The fewest common tokens of responses that stand in the row once.
 
     Returns:
-        The stretches of its prompt and of its branches; the tokens of those that are not carried; and for each
-        completion the branches that it passes through, as (where it stands, tokens).
+        The stretches of its prompt and of its branches; the tokens of those that are not carried; for each completion
+        the branches that it passes through, as (where it stands, tokens); and the images of branches.
     """
     first = len(part.prompt_ids) if part.before is None else part.before.end
     tokens = [np.array(part.prompt_ids)] if part.before is None else []
     start += first if part.before is None else 0
-    seen = [rollouts[member].completion.arrays[0][:-1] for member in part.members]  # the last predicts nothing
+    completions = [rollouts[member].completion for member in part.members]
+    cut = slice(-1)  # the last predicts nothing
     if part.chunk is not None:
-        seen = [token_ids_T[part.chunk.begin : part.chunk.end] for token_ids_T in seen]
-    tree = prefix_tree(seen, least_shared)
+        cut = slice(part.chunk.begin, min(part.chunk.end, completions[0].num_tokens - 1))
+    seen = [completion.arrays[0][cut] for completion in completions]
+    has_images = any(completion.pictures for completion in completions)
+    tree = prefix_tree([each.contents[cut] for each in completions] if has_images else seen, least_shared)
     lasts = list(range(len(tree)))  # the last branch below each, which comes after it
     for own in range(len(tree) - 1, -1, -1):
         parent = tree[own].parent
@@ -335,14 +326,23 @@ def _place(
     mutual = () if part.pictures is None or part.before is not None else part.pictures.mutual
     stretches = [Stretch(start - first, 0, first, number + len(tree), part.before is not None, mutual)]
     paths: list[list[tuple[int, int]]] = [[] for _ in part.members]
+    observed: list[tuple[int, int, Pictures]] = []  # where it begins, and the last branch that follows
+    ends: list[int] = []  # of branches
     for branch, last in zip(tree, lasts, strict=True):
         length = branch.end - branch.begin
         for member in branch.members:
             paths[member].append((start, length))
-        stretches.append(Stretch(start, first + branch.begin, length, number + 1 + last))
+        spans = list[MutualSpan]()
+        for place, each in completions[branch.members[0]].pictures:
+            if branch.begin <= place < branch.end:
+                own = place - branch.begin
+                observed.append((start + own, last, each))
+                spans += [span._replace(begin=own + span.begin, end=own + span.end) for span in each.mutual]
+        stretches.append(Stretch(start, first + branch.begin, length, number + 1 + last, mutual=tuple(spans)))
         tokens.append(seen[branch.members[0]][branch.begin : branch.end])
         start += length
-    return stretches, tokens, paths
+        ends.append(start)
+    return stretches, tokens, paths, [Placed(0, begin, ends[last], each) for begin, last, each in observed]
 
 
 OF_TOKENS: Mapping[str, float] = {
@@ -394,11 +394,16 @@ def lay_out_padded(rollouts: Sequence[Rollout], members: Sequence[int]) -> Packe
         begins.append(row * longest + len(prompt_ids) - 1)
         counts.append(len(token_ids_T))
     sources_T = _ranges(np.array(begins, np.int64), np.array(counts, np.int64))
-    seen = [(row, each) for row, rollout in enumerate(own) if (each := rollout.prompt.pictures) is not None]
+    seen: list[Placed] = []
+    for row, rollout in enumerate(own):
+        if rollout.prompt.pictures is not None:
+            seen.append(Placed(row, 0, None, rollout.prompt.pictures))
+        begin = len(rollout.prompt.token_ids)
+        seen += [Placed(row, begin + place, None, each) for place, each in rollout.completion.pictures]
     return PackedRow(
         input_ids_BT=input_ids_BT,
         position_ids_BT=with_images(torch.arange(longest).repeat(len(input_ids_BT), 1), seen),
-        pictures=tuple(each for _, each in seen),
+        pictures=tuple(each.pictures for each in seen),
         **_trained_tokens([(member, rollouts[member], None) for member in members], sources_T),
     )
 

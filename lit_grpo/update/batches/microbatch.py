@@ -98,9 +98,9 @@ def _cut_groups(
     for members in groups.values():
         prompt_ids, pictures = (prompt := rollouts[members[0]].prompt).token_ids, prompt.pictures
         whole = [member for member in members if member not in chunks]
-        bundles, lengths = _bundles(
-            [rollouts[member].completion.arrays[0] for member in whole], max_tokens, least_shared
-        )
+        own = (rollouts[member].completion for member in whole)
+        contents = [each.contents if each.pictures else each.arrays[0] for each in own]
+        bundles, lengths = _bundles(contents, max_tokens, least_shared)
         if least_counted:
             lengths = [
                 min(max(length, least_counted * len(bundle)), max_tokens)
@@ -129,6 +129,11 @@ def _cut_groups(
 def _cut_completion(rollout: Rollout, member: int, chunks: Sequence[Chunk], prompt: CarriedSpan) -> list[RowPart]:
     """Return a part for each chunk that has a backward pass, the last first: it follows the chunks before it."""
     token_ids_T, before = rollout.completion.arrays[0], prompt
+    if rollout.completion.pictures:
+        raise ValueError(
+            f"A completion of prompt {rollout.prompt.prompt_id!r} has observed images and is cut into chunks, which "
+            "are of texts alone; leave out the plug-in that cuts completions."
+        )
     last = max((number for number, chunk in enumerate(chunks) if chunk.weight), default=-1)
     parts: list[RowPart] = []
     for number, chunk in enumerate(chunks[: last + 1]):

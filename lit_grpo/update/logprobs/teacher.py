@@ -18,7 +18,8 @@ import torch
 from lit_grpo.compatibility import SHARDS, Requirement, check_together
 from lit_grpo.limits import Limit, Positive, check_fields
 from lit_grpo.policy.architecture.decoder import context_length, token_logits
-from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_tokenizer
+from lit_grpo.policy.architecture.vision import give_vision, sees, vision_of
+from lit_grpo.policy.loading import LoadedPolicy, embeddings, load_policy, load_tokenizer, load_vision
 from lit_grpo.policy.sharding import is_sharded
 from lit_grpo.process.urls import is_on_loopback, is_url, masked, read_secret
 from lit_grpo.ranks import Ranks
@@ -385,6 +386,8 @@ def _readable(rollouts: Sequence[Rollout], num_tokens: int) -> list[Rollout]:
             found.append(rollout)
         elif not completion.contexts and max(rollout.prompt.token_ids, default=0) < num_tokens:
             end = int(unknown_T.int().argmax())
+            seen = completion.pictures
+            end = next((place for place, each in seen if place < end < place + each.num_tokens), end)
             part = Completion(
                 completion.request,
                 completion.token_ids_T[:end],
@@ -392,6 +395,7 @@ def _readable(rollouts: Sequence[Rollout], num_tokens: int) -> list[Rollout]:
                 completion.versions_T[:end],
                 completion.finish_reason,
                 trained_T=completion.trained_T[:end],
+                pictures=completion.pictures_until(end),
             )
             found += [replace(rollout, completion=part)] if part.num_trained else []
     return found
@@ -519,7 +523,15 @@ def make_teacher(
     if name not in SELF:
         check_vocabulary(name, tokenizer, load_tokenizer(name))
         is_nf4 = settings.dtype == "nf4"
-        model = load_policy(name, "bfloat16" if is_nf4 else settings.dtype, is_nf4)
+        model = load_policy(name, "bfloat16" if is_nf4 else settings.dtype, is_nf4, vision=sees(policy))
+        if sees(policy):
+            own, its = vision_of(policy), load_vision(name, tokenizer)
+            if not own.is_like(its):
+                raise ValueError(
+                    f"model.teacher.policy {name!r} reads an image as other tokens than the policy does; take one "
+                    "of the same family with the same settings of its image processor."
+                )
+            give_vision(model, its)
         check_num_tokens(name, len(embeddings(model)[0]), tokenizer, vocab_size)
         return ModelTeacher(settings, vocab_size, Reference(model, device, ReferenceSettings(settings.offload)).lend)
     moves = name == "average"

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.decoder import attention_name, decoder_of, hidden_states
 from lit_grpo.policy.architecture.states import FOUND, States, state_layers
-from lit_grpo.policy.architecture.vision import image_features, with_images
+from lit_grpo.policy.architecture.vision import Placed, image_features, with_images
 from lit_grpo.policy.sharding import is_scattered
 from lit_grpo.ranks import Ranks
 from lit_grpo.update.prefix.flash import Plan, fused_attention, fused_kernels, plan_launches
@@ -92,7 +92,7 @@ class SharedPrefix:
         pictures = () if span is None or span.pictures is None else (span.pictures,)
         if before is not None:
             positions_1T = positions_1T - before.shift
-        positions = with_images(positions_1T, [*enumerate(pictures)])
+        positions = with_images(positions_1T, [Placed(0, 0, None, each) for each in pictures])
         hidden_TD = alone.hidden_states(model, input_ids_T[None], positions, pictures)
         if span is not None:
             span.keep(_LAST_HIDDEN, hidden_TD[length - 1 : length].clone())

@@ -107,9 +107,11 @@ class WorkerExtension:
 
     # ---- weights ----------------------------------------------------------------------------------
 
-    def check_model(self, fields: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the text configuration of the model that is served has other values."""
+    def check_model(self, fields: Mapping[str, Any], sees: bool = False) -> None:
+        """Raise a ValueError if the model that is served has other values in its text configuration, or cannot see."""
         config = self.vllm_config.model_config.hf_text_config
+        if sees and not self.vllm_config.model_config.is_multimodal_model:
+            raise ValueError("a model of texts is served, and prompts have images: start the server with --vision")
         for name, expected in fields.items():
             if (served := getattr(config, name, None)) != expected:
                 raise ValueError(f"another model is served: its {name} is {served!r}, the policy's is {expected!r}")

@@ -74,6 +74,7 @@ def over_time(samples: Iterable[Mapping[str, Any]], least: int = 2) -> list[dict
             {
                 "prompt_id": shown_value(last.get("prompt_id")),
                 "prompt": shown_value(last.get("prompt")),
+                "images": last.get("prompt_images"),
                 "num_updates": len(steps),
                 "moments": moments,
             }
@@ -150,14 +151,15 @@ def rank(reward: Any) -> float:
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a completion, with rewards by function and columns of the data, which have prefixes in the row."""
     own = ("step", "prompt_id", "prompt", "completion", "tokens", "finish", "reward", "advantage")
-    rest = {name: value for name, value in row.items() if name not in own and value is not None}
+    rest = {name: value for name, value in row.items() if name not in (*own, "prompt_images") and value is not None}
     parts = {kind: {} for kind in ("rewards", "columns", "extra")}
     for name, value in rest.items():
         kind, _, short = name.partition("/")
         kind, short = (kind, short) if kind in ("rewards", "columns") and short else ("extra", name)
         parts[kind][visible(short)] = shown_value(value)
     shown = {name: shown_value(row.get(name)) for name in own}
-    return shown | parts | {"characters": len(str(row.get("completion") or ""))}
+    more = {"characters": len(str(row.get("completion") or "")), "images": row.get("prompt_images")}
+    return shown | parts | more
 
 
 def shown_value(value: Any) -> Any:

@@ -36,6 +36,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 """Seconds, tokens or decode steps of one update."""
 MAX_NAME = 1000
+MAX_PICTURE = 200_000  # characters of a data URL
 Short = Annotated[str, Field(max_length=MAX_NAME)]
 Slots = Annotated[int, Field(ge=0, le=2**16)]
 
@@ -52,6 +53,9 @@ class SampleRow(TypedDict, total=False):
     finish: str | None
     reward: Number
     advantage: Number
+    prompt_images: (
+        Annotated[str, Field(max_length=MAX_PICTURE, pattern=r"^data:image/png;base64,[A-Za-z0-9+/=]*$")] | None
+    )
 
 
 @with_config(_ALL)

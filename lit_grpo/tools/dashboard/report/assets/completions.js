@@ -81,7 +81,7 @@ function sample(row, rank) {
   const marks = [`update ${row.step}`, rank, row.advantage === null ? "" : `advantage ${short(row.advantage)}`, `${row.tokens} tokens`, row.finish ? `ended by ${row.finish}` : "", row.prompt_id ?? ""];
   const card = make("article", { class: "sample" }, make("header", {}, make("b", {}, `reward ${short(row.reward)}`), ...marks.filter(Boolean).map((text) => make("span", {}, String(text)))));
   for (const [title, text] of [["Prompt", row.prompt], ["Completion", row.completion]]) {
-    card.append(make("h4", {}, title), textBox(title, text));
+    card.append(make("h4", {}, title), ...(title === "Prompt" ? pictures(row.images) : []), textBox(title, text));
   }
   if (String(row.completion ?? "").length < row.characters) card.append(make("p", { class: "note" }, `Cut here; ${row.characters.toLocaleString("en")} characters stand in samples.jsonl.`));
   for (const [title, values] of [["Rewards by function", row.rewards], ["Of the data", row.columns], ["Logged by rewards", row.extra]]) {
@@ -93,6 +93,11 @@ function sample(row, rank) {
   return card;
 }
 
+/** The images of a prompt, in small and beside each other. */
+function pictures(url) {
+  return url ? [make("img", { src: url, alt: "images of the prompt" })] : [];
+}
+
 function textBox(label, text) {
   return make("pre", { class: "text", tabindex: 0, "aria-label": label }, text === null || text === "" ? "(empty)" : String(text));
 }
@@ -102,11 +107,11 @@ const HELD_OUT = "Held-out prompts: their completions at the first, the middle a
 
 /** Prompts with samples of several updates: what the policy wrote to each at the first, the middle and the last one. */
 function overTime(title, about, noun, prompts) {
-  const rows = prompts.map(({ prompt_id: id, prompt, num_updates: number, moments }) => promptRow(id, `${number} ${noun}${number === 1 ? "" : "s"}`, prompt,
+  const rows = prompts.map(({ prompt_id: id, prompt, images, num_updates: number, moments }) => promptRow(id, `${number} ${noun}${number === 1 ? "" : "s"}`, prompt,
     moments.map(({ step, number: samples, shown }) => shown.map(({ completion, reward }, index) => {
       const rank = shown.length < 2 ? "" : index ? `lowest of ${samples}` : `highest of ${samples}`;
       return [`update ${step}`, `reward ${short(reward)}`, rank, completion];
-    }))));
+    })), images));
   return section(title, about, ...rows);
 }
 
@@ -122,9 +127,9 @@ function beforeAndAfter({ policies, counts, num_prompts: number, prompts }) {
 }
 
 /** A prompt, and beside each other its completions: of each column a title, a reward, a note and a text. */
-function promptRow(id, note, prompt, columns) {
+function promptRow(id, note, prompt, columns, images) {
   const cells = columns.map((column) => make("div", { class: "column" }, ...column.map(([title, reward, rank, text]) => make("div", {},
     make("header", {}, make("b", {}, title), make("span", {}, reward), rank ? make("span", {}, rank) : null), textBox(title, text)))));
   return make("article", { class: "sample prompt" }, make("header", {}, make("b", {}, id ?? "prompt"), note ? make("span", {}, note) : null),
-    textBox("Prompt", prompt), make("div", { class: "columns" }, ...cells));
+    ...pictures(images), textBox("Prompt", prompt), make("div", { class: "columns" }, ...cells));
 }
