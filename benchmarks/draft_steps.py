@@ -71,12 +71,11 @@ def record(name: str) -> None:
 
     folder = Path(name)
     if not (folder / "prompts.json").exists():
-        from benchmarks.drafts_gate import GIVEN
         from benchmarks.recorded_rollouts import Recording
         from benchmarks.recorded_rollouts import record as record_rollouts
 
         folder = ROOT / "runs" / "draft_steps"
-        record_rollouts(Recording(name, **GIVEN), folder)
+        record_rollouts(Recording(name), folder)
     numbers: dict[int, int] = {}
     with RECORDED.open("w") as file:
         for visit, rollout in enumerate(VISITS):

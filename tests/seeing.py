@@ -253,7 +253,7 @@ def read(vision: Vision, tokenizer: Any, name: str, text: str, images: Sequence[
     token_ids, pictures = vision.read(tokenizer(shown)["input_ids"], images)
     opened = [open_image(image) for image in images]
     assert vision._processor(text=[shown], images=[opened], return_tensors="pt")["input_ids"].tolist() == [token_ids]
-    return Prompt(f"{text} {hash(tuple(images))}", tuple(token_ids), shown, pictures=pictures)
+    return Prompt(f"{text} {pictures.digest.hex()}", tuple(token_ids), shown, pictures=pictures)
 
 
 def observation(vision: Vision, tokenizer: Any, name: str, text: str, images: Sequence[bytes]) -> Any:
