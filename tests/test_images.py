@@ -183,7 +183,7 @@ def test_gradients_of_adapters_are_those_of_the_models_own_forward(trained: bool
     assert actual.keys() == expected.keys() and all("lora_" in each for each in expected)
     assert any("vis" in each for each in expected) == trained
     gap = sum(float((actual[each] - expected[each]).square().sum()) for each in expected)
-    assert gap**0.5 < 1e-5 * sum(float(each.square().sum()) for each in expected.values()) ** 0.5
+    assert gap**0.5 < 1e-4 * sum(float(each.square().sum()) for each in expected.values()) ** 0.5
     adapted = {name.rpartition(".lora_A")[0] for name in expected if ".lora_A" in name}
     tower = {id(weight) for weight in tower_parameters(model)}
     layers = {name for name, each in lora_layers(model) if id(each.get_base_layer().weight) in tower}
