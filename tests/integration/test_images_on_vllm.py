@@ -87,7 +87,7 @@ def test_log_probs_are_those_of_the_models_own_forward_also_after_the_tower_has_
     assert largest_gap(completions.values()) > 100 * ROUNDING  # so the tower's weights matter
     sync(generator, 1)
     assert largest_gap(decode(generator, requests).values()) < ROUNDING
-    generator._end_engine()
+    generator.close()
 
 
 def test_an_engine_that_reads_images_as_other_tokens_ends_the_rollout(
@@ -111,7 +111,6 @@ def test_an_engine_that_reads_images_as_other_tokens_ends_the_rollout(
     ):
         decode(generator, [Request(prompt, (0,), SamplingParams(max_tokens=4))])
     generator.close()
-    generator._end_engine()
 
 
 @pytest.mark.parametrize("name", RUNS)
