@@ -27,7 +27,8 @@ Student's t over the seeds. The result is **nothing** if the interval of the gai
 seeds no gain was seen, and there may still be one. Of twenty methods without effect, one is expected outside its
 interval by chance. *Length* is the mean number of tokens per completion in the last quarter of the updates, *CPU s* the
 seconds of rollouts and updates; those of `mt_grpo`, `capo`, `copo`, `maxrl`, `latr`, `echo_tree`, `scope`, `swarm`,
-`dart` and the coresets were measured while other work ran, which doubled them or more. All policies are small; results with large models are not known.
+`dart` and the coresets were measured while other work ran, which doubled them or more. All policies are small; results
+with large models are not known.
 
 Rows named after a setting (`groups of 4`, `half as many completions`, `two iterations`, `loss grpo`) use no method. The
 gain of a method that includes such a setting is its difference from that row: `swarm` trains on `half as many prompts`
