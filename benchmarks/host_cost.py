@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     options = Options(asked.quick, asked.device, asked.policy, asked.output)
     commit, has_drafts = BEFORE[asked.since], asked.since == "drafts"
-    name = "host_cost-drafts" if has_drafts else "host_cost"
+    benchmark = "host_cost-drafts" if has_drafts else "host_cost"
     sizes, repeats, num_steps = ((8, 64), 10, 100) if has_drafts else ((8, 64, 256, 1024), 2, 100)
     if options.quick:
         sizes, repeats, num_steps = (8, 16), 1, 8
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for (work, rows), (now, then) in pairs.items()
             if then
         ]
-    return finish(name, options, settings, table, claims, f"host_cost --since {asked.since}")
+    return finish(benchmark, options, settings, table, claims, f"host_cost --since {asked.since}")
 
 
 def _claims(least: dict[tuple[str, int, str], dict[str, float]], sizes: tuple[int, ...], commit: str) -> list[Claim]:
