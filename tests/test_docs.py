@@ -214,7 +214,7 @@ def unknown_settings(text: str) -> list[str]:
     checked = {name for name in named if name.split(".")[0] in groups and name.split(".")[-1] not in NO_SETTING}
     checked = {
         name.partition(".init_args.")[0].removesuffix(".class_path") for name in checked
-    }  # with fields of its own
+    }
     return sorted(name for name in checked - known if not FREE & set(name.split(".")[:-1]))
 
 
