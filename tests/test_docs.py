@@ -212,9 +212,7 @@ def unknown_settings(text: str) -> list[str]:
     named = re.findall(r"`(?:--)?([a-z_]\w*(?:\.[a-z_]\w*)+)(?:[.=: ][^`]*)?`", text)
     named += re.findall(r"(?<!\S)--([a-z_]\w*(?:\.[a-z_]\w*)+)", text)
     checked = {name for name in named if name.split(".")[0] in groups and name.split(".")[-1] not in NO_SETTING}
-    checked = {
-        name.partition(".init_args.")[0].removesuffix(".class_path") for name in checked
-    }
+    checked = {name.partition(".init_args.")[0].removesuffix(".class_path") for name in checked}
     return sorted(name for name in checked - known if not FREE & set(name.split(".")[:-1]))
 
 
