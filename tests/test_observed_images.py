@@ -28,7 +28,17 @@ from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import SYNCHRONOUS
 from lit_grpo.rollout.sampling import request_key, sample_tokens, uniform
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import OBSERVED, Completion, Pictures, Prompt, Request, Rollout, SamplingParams, Trajectory
+from lit_grpo.types import (
+    OBSERVED,
+    Completion,
+    MutualSpan,
+    Pictures,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    Trajectory,
+)
 from lit_grpo.update.batches.microbatch import make_micro_batches
 from lit_grpo.update.logprobs.measurements import measure
 from lit_grpo.update.logprobs.reference import ReferenceSettings, make_reference
@@ -181,8 +191,9 @@ class Teller(Camera):
 
 def trajectory(seed: int, vision_digest: bytes = b"") -> Trajectory:
     pictures = Pictures(
-        (png(16, 16, seed),), vision_digest or bytes([seed]), torch.zeros(3, 4, dtype=torch.int64), 2, 4
-    )
+        (png(16, 16, seed),), vision_digest or bytes([seed]), torch.zeros(3, 4, dtype=torch.int64), 2, 4,
+        (MutualSpan(1, 2, everywhere=True),),
+    )  # fmt: skip
     return Trajectory([7, 8], [-1.0, -1.0], [0, 0]).followed_by([302, 300, 303, 65], pictures=pictures)
 
 
@@ -211,6 +222,7 @@ def test_an_unfinished_trajectory_of_a_checkpoint_has_its_images_again() -> None
     ((place, found),), ((_, had),) = entry.request.prefix.pictures, request.prefix.pictures
     assert found.positions_3P is not None and had.positions_3P is not None
     assert place == 2 and found.images == had.images and found.positions_3P.tolist() == had.positions_3P.tolist()
+    assert found.mutual == had.mutual and found.mutual[0].everywhere
     assert (entry.request.prefix.contents == request.prefix.contents).all()
 
 

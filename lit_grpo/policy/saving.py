@@ -184,11 +184,12 @@ def save_settings(policy: Any, folder: Path, counts_drafts: bool = True) -> None
     """Save a model's configuration, without quantization, and its generation config.
 
     The generation config is saved unchecked: transformers refuses to save a temperature without ``do_sample``, which
-    many models have. Without ``counts_drafts`` the configuration counts no layers of multi-token prediction. The text
-    configuration tells too whether the head is tied, for vLLM reads it there.
+    many models have. Without ``counts_drafts`` the configuration counts no layers of multi-token prediction. Where the
+    text has a configuration of its own, that says too whether the head is tied, for vLLM reads it there.
     """
     config = copy.deepcopy(policy.config)
-    config.get_text_config().tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    if (of_text := config.get_text_config()) is not config:
+        of_text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     if not counts_drafts:
         count_no_drafts(config)
     config.architectures = [class_of(policy).__name__]

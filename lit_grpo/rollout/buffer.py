@@ -15,6 +15,7 @@ from lit_grpo.types import (
     Episode,
     GroupKey,
     Key,
+    MutualSpan,
     Pictures,
     Prompt,
     Request,
@@ -421,7 +422,9 @@ def _rollout(prompt: Prompt, state: dict[str, Any]) -> Rollout:
 
 def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
     names = ("token_ids_T", "logprobs_T", "versions_T", "trained_T", "entropy", "contexts")
-    seen = [(place, {**vars(each), "images": [*each.images]}) for place, each in trajectory.pictures]
+    seen: list[tuple[int, dict[str, Any]]] = []
+    for place, each in trajectory.pictures:
+        seen.append((place, vars(each) | {"images": [*each.images], "mutual": [[*span] for span in each.mutual]}))
     return {name: getattr(trajectory, name) for name in names} | ({"pictures": seen} if seen else {})
 
 
@@ -446,7 +449,10 @@ def _request(prompt: Prompt, state: dict[str, Any]) -> Request:
 
 def _with_pictures(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a trajectory is made of."""
-    seen = [(place, Pictures(**(own | {"images": tuple(own["images"])}))) for place, own in state.get("pictures", ())]
+    seen: list[tuple[int, Pictures]] = []
+    for place, own in state.get("pictures", ()):
+        spans = tuple(MutualSpan(*span) for span in own["mutual"])
+        seen.append((place, Pictures(**(own | {"images": tuple(own["images"]), "mutual": spans}))))
     return {**state, "pictures": seen}
 
 

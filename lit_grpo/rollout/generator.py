@@ -114,7 +114,6 @@ class Generator(Decoder, Protocol):
     - ``own_weights``: it computes with a copy of the weights, which have to travel to it. A generator without this
       decodes with the policy module itself.
     - ``scores``: it is a :class:`Scorer`, whose scores of given tokens prove which weights it computes with.
-    - ``images``: prompts may have images.
     - ``entropies``: completions come with the mean entropy of the distributions that their tokens were sampled from.
     - ``keeps_kv``: a request that is stopped before a sync can go on after it with the keys and values of the old
       weights, where :class:`lit_grpo.policy.spec.PolicySpec` asks for that.

@@ -118,8 +118,10 @@ class Vision:
         rest, expanded, is_after = iter(shown), list[int](), False
         for token in token_ids:
             is_image = token == self.placeholder
-            more = next(rest)["ids"] if is_image else [token]
-            expanded = self._seamless(expanded, more) if is_image or is_after else [*expanded, token]
+            if is_image or is_after:
+                expanded = self._seamless(expanded, next(rest)["ids"] if is_image else [token])
+            else:
+                expanded.append(token)
             is_after = is_image
         positions_3P, shift = None, 0
         if hasattr(self._inner, "get_rope_index"):
