@@ -326,13 +326,16 @@ def copied(state: Any) -> Any:
         raise Failure(f"returns a state that cannot be copied ({error_text(error)})") from error
 
 
+_IN_PARTS = "return parts, {'type': 'text', 'text': ...} and {'type': 'image', 'image': ...}"
+
+
 def content_of(said: Any, who: str, sees: bool) -> Content:
     """Return what a tool or environment says: content parts, joined if all are texts, and else as Python prints it.
 
     An image becomes a file of its own, which nobody changes afterwards.
 
     Args:
-        said: What was returned.
+        said: The value that a user's method or tool has returned.
         who: Who returned it, for messages.
         sees: Whether the policy sees images in observations.
 
@@ -341,8 +344,9 @@ def content_of(said: Any, who: str, sees: bool) -> Content:
         EnvironmentFailed: An image cannot be decoded.
         Exception: Whatever printing it raises.
     """
-    loose = said if isinstance(said, list | tuple) else said.values() if isinstance(said, dict) else [said]
-    if not _is_parts(said):
+    is_list = isinstance(said, list) and bool(said)
+    if not is_list or not all(isinstance(each, dict) and "type" in each for each in said):
+        loose = said if isinstance(said, list | tuple) else said.values() if isinstance(said, dict) else [said]
         if any(hasattr(each, "mode") and hasattr(each, "getpixel") for each in loose):
             raise NotShown(f"{who} returns an image by itself; {_IN_PARTS}.")
         return text_of(said)
@@ -372,13 +376,6 @@ def content_of(said: Any, who: str, sees: bool) -> Content:
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts
-
-
-_IN_PARTS = "return parts, {'type': 'text', 'text': ...} and {'type': 'image', 'image': ...}"
-
-
-def _is_parts(said: Any) -> bool:
-    return isinstance(said, list) and bool(said) and all(isinstance(each, dict) and "type" in each for each in said)
 
 
 def text_of(said: Any) -> str:

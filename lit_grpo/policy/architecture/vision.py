@@ -272,7 +272,7 @@ class Placed(NamedTuple):
         row: Number of the row.
         begin: Place of the first token of the prompt or observation that they are in.
         end: Place after the last token that follows it; None for the end of the row.
-        pictures: The images.
+        pictures: The images of that prompt or observation.
     """
 
     row: int

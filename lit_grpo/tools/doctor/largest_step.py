@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from lit_grpo.memory import PeakMemory, free_bytes, is_out_of_memory
-from lit_grpo.policy.architecture.decoder import context_length, logit_map
+from lit_grpo.policy.architecture.decoder import context_length, never_sampled
 from lit_grpo.tools.doctor.patient import Patient
 from lit_grpo.tools.doctor.report import CheckResult
 from lit_grpo.tools.doctor.trial import learn, rewarded, undone
@@ -98,7 +98,7 @@ def _longest(patient: Patient) -> tuple[list[RolloutGroup], int]:
 def _made_up(patient: Patient, prompt: Prompt, number: int, vocabulary: int, generator: torch.Generator) -> Rollout:
     size = (patient.module.sampling.max_tokens,)
     ids_T = torch.randint(vocabulary, size, generator=generator)
-    for token in sorted(logit_map(patient.module.policy).never):
+    for token in sorted(never_sampled(patient.module.policy)):
         ids_T[ids_T == token] = (token + 1) % vocabulary
     logprobs_T = torch.full(size, -math.log(vocabulary))
     request = Request(prompt, (number,), patient.module.sampling)
