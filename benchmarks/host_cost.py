@@ -10,8 +10,9 @@ predicted:
 - *completions end*: each token ends one with a chance of 1/256, and another takes its place.
 - *memory is scarce*: the same, with memory for 384 tokens a slot.
 
-Both commits are measured in turn, each in a process of its own, and the least of all repeats counts. With ``--since
-drafts`` it is the last commit whose slots could not draft, beside slots that do not draft now, with more repeats.
+Both commits are measured in turn, each in a process of its own, and the least of all repeats counts. As
+``host_cost_drafts`` it is the last commit whose slots could not draft, beside slots that do not draft now, with more
+repeats.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from benchmarks.host_cost_case import PARTS, HostCase
 from benchmarks.processes import CaseProcess
 from benchmarks.report import ROOT, Claim, Options, Row, finish, note, options_parser
 
-BEFORE = {"tables": "6f696627", "drafts": "517d35e7"}
-"""Earlier commits, by what has come since."""
+BEFORE = {"host_cost": "6f696627", "host_cost_drafts": "517d35e7"}
+"""The earlier commit of each study."""
 MODULE = "benchmarks.host_cost_case"
 WORKS = {"nothing ends": (False, False), "completions end": (True, False), "memory is scarce": (True, True)}
 SCHEDULING = ("loop", "events", "ledger", "plan", "predictions", "buffer")
@@ -38,11 +39,10 @@ COLUMNS = ("all", *SCHEDULING, *(part for part in PARTS if part not in SCHEDULIN
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cases in turn, several times."""
     parser = options_parser(__doc__ or "")
-    parser.add_argument("--since", choices=BEFORE, default="tables")
+    parser.add_argument("study", nargs="?", choices=BEFORE, default="host_cost")
     asked = parser.parse_args(arguments)
     options = Options(asked.quick, asked.device, asked.policy, asked.output)
-    commit, has_drafts = BEFORE[asked.since], asked.since == "drafts"
-    benchmark = "host_cost-drafts" if has_drafts else "host_cost"
+    commit, has_drafts = BEFORE[asked.study], asked.study == "host_cost_drafts"
     sizes, repeats, num_steps = ((8, 64), 10, 100) if has_drafts else ((8, 64, 256, 1024), 2, 100)
     if options.quick:
         sizes, repeats, num_steps = (8, 16), 1, 8
@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for (work, rows), (now, then) in pairs.items()
             if then
         ]
-    return finish(benchmark, options, settings, table, claims, f"host_cost --since {asked.since}")
+    program = f"host_cost {asked.study}" if has_drafts else None
+    return finish(asked.study, options, settings, table, claims, program)
 
 
 def _claims(least: dict[tuple[str, int, str], dict[str, float]], sizes: tuple[int, ...], commit: str) -> list[Claim]:

@@ -114,7 +114,7 @@ WITHOUT_VLLM = (
         "group_size_memory",
         "heads",
         "host_cost",
-        "host_cost --since drafts",
+        "host_cost host_cost_drafts",
         "infinite_sampling",
         "kv_memory",
         "learning budgets",
