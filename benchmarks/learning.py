@@ -115,7 +115,20 @@ def _measure(name: str, study: Study, options: Options) -> Found:
     with kept_runs(name, options) as folder:
         curves = run_all(list(runs.values()), folder)
     cases = [(task, system) for task, each in study.tasks.items() for system in each.systems]
-    return {case: [curves[runs[*case, seed].name] for seed in study.seeds] for case in cases}
+    return {
+        (task, system): [
+            later(curves[runs[task, system, seed].name], *study.tasks[task].systems[system].before)
+            for seed in study.seeds
+        ]
+        for task, system in cases
+    }
+
+
+def later(curves: Curves, tokens: int, seconds: float) -> Curves:
+    """Curves of a run that so many sampled tokens and seconds went before."""
+    return replace(
+        curves, tokens_U=curves.tokens_U + tokens, wall_s_U=curves.wall_s_U + seconds, cpu_s_U=curves.cpu_s_U + seconds
+    )
 
 
 def _run(study: Study, task_name: str, name: str, seed: int) -> LearningRun:
@@ -205,7 +218,7 @@ def _claims(bound: Bound, rows: Sequence[Row]) -> list[Claim]:
             if bound.less is not None:
                 value -= float(by_system[bound.less][other])
             if over:
-                value /= float(by_system[_best(over, replace(bound, column=other), by_system)][other])
+                value /= float(by_system[_best(over, replace(bound, column=other), by_system)][other]) or math.nan
             claims.append(Claim(f"{task}, {name}: {bound.text}", value, bound.relation, bound.limit))
     return claims
 

@@ -20,13 +20,17 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class System:
-    """A line of the table: ``fields`` and ``configs`` on top of the task's, or another ``config`` in its place."""
+    """A line of the table: ``fields`` and ``configs`` on top of the task's, or another ``config`` in its place.
+
+    ``before`` are the tokens that were sampled for its runs before they began, and the seconds which that took.
+    """
 
     fields: dict[str, Any] = field(default_factory=dict)
     config: str = ""
     configs: tuple[str, ...] = ()
     callbacks: tuple[type[pl.Callback], ...] = ()
     alone: bool = False
+    before: tuple[int, float] = (0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,12 @@ best counts. What it took to make the teacher is not counted.
 beside SDPO, whose teacher is the policy with a right completion of the group in its prompt, and beside GRPO after
 supervised fine-tuning on 200 solved problems. Validation is after every fifth update.
 
+``taught_by_larger``: a policy is taught by a larger one with the same tokenizer (``--policy`` and ``--teacher``), LoRA
+on both ways to learn from it, ``distill`` and ``sft`` on the teacher's greedy answers to the training prompts, and on
+GRPO, which has no teacher. The task is a sum of decimal numbers of reasoning-gym, with answers of about twelve tokens.
+Each is run at two learning rates, around that which served adapters of SmolLM2 best (``lora_word_problems``), and the
+better counts. Tokens are those that were sampled, by the teacher for ``sft``, and its seconds count too.
+
 ``distill_vs_trl``: an update from finished completions to changed weights, with the teacher's scoring, on the same
 tokens, policies and memory switches: ours is a fit of GRPOModule with ``distill``, TRL's is DistillationTrainer's own
 preparation, loss and backward, and both have the same fused AdamW. Steps are taken in turn, and seconds are CPU
@@ -23,11 +29,12 @@ and a forward pass of the teacher, each prompt once; without sharing it is compu
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,6 +43,7 @@ from benchmarks.learning import measure, part_of, quick_form
 from benchmarks.learning_runs import LearningRun, kept_runs, train_all
 from benchmarks.learning_studies import (
     HELD_OUT,
+    NUM_ROWS,
     PLUGINS,
     QUICK,
     RATE,
@@ -44,7 +52,7 @@ from benchmarks.learning_studies import (
     System,
     Task,
 )
-from benchmarks.report import Claim, Options, Row, finish, need, options_parser, write
+from benchmarks.report import ROOT, Claim, Options, Row, finish, need, options_parser, write
 from benchmarks.update_case import TIMED_ROWS, Case, Steps
 from benchmarks.update_vs_trl import in_turn
 from benchmarks.update_work import SIGMA, Work
@@ -145,6 +153,99 @@ def _updates(number: int, every: int) -> dict[str, Any]:
     }
 
 
+# ---- a larger teacher --------------------------------------------------------------------------------
+
+LARGER, LORA_RATES = "taught_by_larger", (1e-4, 3e-4)
+SUMS = {"tasks": '["decimal_chain_sum"]', "levels": "0"}
+SUMS_TOKENS = {"model.sampling.max_tokens": 24, "model.eval_sampling.max_tokens": 24}
+SCORE = {"function": "lit_grpo.tasks.ReasoningGymScore", "name": "score"}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Greedy answers of ``policy`` to so many training prompts."""
+
+    name: str
+    policy: str
+    num_rows: int
+    alone: bool = False
+
+    def words(self, folder: Path) -> list[str]:
+        """The arguments of the Python process in ``folder``."""
+        source = "--data.predict.init_args."
+        fields = {f"{source}{name}": value for name, value in (SUMS | {"split": "train"}).items()}
+        fields |= {f"--{name}": str(value) for name, value in SUMS_TOKENS.items()}
+        words = ["-m", "lit_grpo", "predict", "--config", str(ROOT / "configs" / "reasoning_gym.yaml")]
+        words += ["--model.policy", self.policy, f"--{PLUGINS}", "[]", "--data.predict", "ReasoningGymRows"]
+        return [*words, f"{source}num_rows", str(self.num_rows), *(word for each in fields.items() for word in each)]
+
+    def examples(self, folder: Path) -> tuple[Path, int, float]:
+        """Return a file of the answers that came to an end, the tokens of all, and the CPU seconds that they took."""
+        cpu_s = folder / "cpu_s"
+        began = os.times()
+        train_all([self], folder.parent)
+        if not cpu_s.exists():
+            ended = os.times()
+            spent = ended.children_user + ended.children_system - began.children_user - began.children_system
+            cpu_s.write_text(f"{spent:.1f}")
+        (answers,) = folder.glob("runs/*/completions.jsonl")
+        rows = [json.loads(line) for line in answers.read_text().splitlines()]
+        examples = folder / "examples.jsonl"
+        examples.write_text(
+            "".join(
+                json.dumps({"prompt": row["columns"]["prompt"], "solution": row["completion"]}) + "\n"
+                for row in rows
+                if row["finish_reason"] == "stop"
+            )
+        )
+        return examples, sum(len(row["token_ids"]) for row in rows), float(cpu_s.read_text())
+
+
+def _larger(policy: str, teacher: str, quick: bool, folder: Path) -> Study:
+    """The teacher is larger than the policy and has its tokenizer; all train adapters of rank 32."""
+    prompts, updates = 2 if quick else 8, 2 if quick else 10
+    answers = Answers("answers", teacher, prompts * updates)
+    examples, tokens, seconds = answers.examples(folder / answers.name)
+    logged = {"model.rewards": json.dumps([SCORE | {"weight": 0.0}])}
+    imitates = {"data": str(examples), "column": "solution", "warm_up": updates, "per_update": 4 * prompts, "weight": 0}
+    kinds = {
+        GRPO: System(),
+        "distill:top_k=32": System(_taught(Path(teacher), "distill:top_k=32") | logged),
+        IMITATION: System({PLUGINS: json.dumps([{"sft": imitates}])}, before=(tokens, seconds)),
+    }
+    systems = {
+        f"{name}, {rate:g}": replace(of, fields=of.fields | {RATE: rate})
+        for rate in (LORA_RATES[:1] if quick else LORA_RATES)
+        for name, of in kinds.items()
+    }
+    at_rates = {name: tuple(f"{name}, {rate:g}" for rate in LORA_RATES) for name in kinds}
+    fields = {
+        f"data.{part}.init_args.{name}": value for part in ("train", "validation") for name, value in SUMS.items()
+    }
+    lengths = {NUM_ROWS: prompts * updates, "data.batch_size": prompts, "model.num_generations": 4}
+    return Study(
+        tasks={"decimal sums": Task("reasoning_gym", systems)},
+        fields=fields
+        | SUMS_TOKENS
+        | lengths
+        | {"trainer.max_steps": updates, "trainer.val_check_interval": max(updates // 5, 1)}
+        | {PLUGINS: "[]", "model.policy": policy, "model.lora.r": 32, "model.lora.alpha": 32}
+        | {HELD_OUT: 4 if quick else 96, "data.eval_batch_size": 96},
+        seeds=(0,),
+        picture=("tokens", "seconds"),
+        bounds=tuple(
+            Bound(
+                "held-out accuracy at the end at the better rate, over GRPO's at its better one",
+                "final", ">=", 1.0, of=at_rates[name], over=at_rates[GRPO], best=True,
+            )
+            for name in kinds
+            if name != GRPO
+        ),
+    )  # fmt: skip
+
+
+IMITATION = "sft on the teacher's answers"
+
 STUDIES: dict[str, tuple[str, int, Callable[[Path], Study]]] = {
     "taught_demo": ("arithmetic", 60, _demo),
     "taught_smollm2": ("word_problems", 10, _smollm2),
@@ -166,13 +267,19 @@ BESIDE_TRL = "distill_vs_trl"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a study."""
     parser = options_parser(__doc__ or "")
-    parser.add_argument("study", choices=(*STUDIES, BESIDE_TRL))
+    parser.add_argument("study", choices=(*STUDIES, LARGER, BESIDE_TRL))
+    parser.add_argument("--teacher", default="smollm2", help=f"of {LARGER}: a policy, with the tokenizer of --policy")
     parser.add_argument("--system", nargs="+", help="of a study of learning; by default all, with claims")
     asked = parser.parse_args(arguments)
     options = Options(asked.quick, asked.device, asked.policy, asked.output)
     if asked.study == BESIDE_TRL:
         need("trl")
         return _beside_trl(options)
+    if asked.study == LARGER:
+        with kept_runs("teachers", options) as folder:
+            study = _larger(options.policy or "smollm2", asked.teacher, options.quick, folder)
+            study = part_of(study, None, asked.system) if asked.system else study
+            return measure(LARGER, study, options, f"teachers {LARGER}", judges=not asked.system)
     config, updates, study = STUDIES[asked.study]
     with kept_runs("teachers", options) as folder:
         words = ["--trainer.max_steps", str(updates), "--model.lr_scheduler.init_args.total_iters", str(updates)]

@@ -206,7 +206,8 @@ class RolloutScheduler(pl.Callback):
             self.session.open(pl_module.learner.history, own_loader(trainer))
         if self._started:
             return
-        policy = replace(pl_module.spec, keeps_kv=self.session.mode.at_sync == "keep")
+        keeps_kv = self.session.mode.at_sync == "keep"
+        policy = replace(pl_module.spec, keeps_kv=keeps_kv, trained=trainer.state.fn == "fit")
         for plugin in overriding(self.session.plugins.values(), "on_policy_start"):
             ask(plugin, "on_policy_start", policy.eos_ids)
         pl_module.generator.start(policy)

@@ -41,6 +41,7 @@ class PolicySpec:
         keeps_kv: Whether requests that are stopped before a sync resume with the KV cache of the old weights, as far as
             the generator still has it.
         longest_row: The most tokens of a prompt of the run and what may follow it; None where that is not known.
+        trained: Whether updates follow, which need memory beside the generator's.
     """
 
     module: PreTrainedModel
@@ -48,6 +49,7 @@ class PolicySpec:
     keep_special_tokens: bool = False
     keeps_kv: bool = False
     longest_row: int | None = None
+    trained: bool = False
 
     @property
     def name(self) -> str:
@@ -133,8 +135,8 @@ class PolicySpec:
 
     @property
     def update_bytes(self) -> int:
-        """The bytes that an update will take and that are not allocated yet."""
-        return update_bytes(self.module)
+        """The bytes that an update will take and that are not allocated yet; 0 where none follows."""
+        return update_bytes(self.module) if self.trained else 0
 
     def weights(self, merged: bool = True, dtype: torch.dtype | None = None) -> PolicyWeights:
         return PolicyWeights(self.module, merged, dtype)

@@ -139,6 +139,7 @@ WITHOUT_VLLM = (
     *(
         "published_figures",
         "teachers distill_vs_trl",
+        "teachers taught_by_larger",
         "teachers taught_demo",
         "turns",
         "update_memory",

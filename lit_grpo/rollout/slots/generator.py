@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel  # not for type checking alone: jsonargparse would parse this file 144 times
 
 from lit_grpo.limits import Completions, Limit, Number, check_value
-from lit_grpo.memory import begin_read, in_one_copy, is_out_of_memory
+from lit_grpo.memory import begin_read, free_bytes, in_one_copy, is_out_of_memory
 from lit_grpo.policy.architecture.decoder import compute_dtype, token_head
 from lit_grpo.policy.architecture.states import state_layers
 from lit_grpo.policy.sharding import gather
@@ -26,7 +26,7 @@ from lit_grpo.rollout.slots.copies import check_packing
 from lit_grpo.rollout.slots.forward import DecodingMode, decode_by_model, prefill
 from lit_grpo.rollout.slots.graphs import GraphedDecoder
 from lit_grpo.rollout.slots.kept import KeptCompletions
-from lit_grpo.rollout.slots.kv.cache import KVBudget, SlotCache, check_request, kv_budget_bytes
+from lit_grpo.rollout.slots.kv.cache import KVBudget, SlotCache, check_request
 from lit_grpo.rollout.slots.kv.tables import RowTables
 from lit_grpo.rollout.slots.rows import SampledStep, TokenRows
 from lit_grpo.rollout.weights.tensors import (
@@ -171,7 +171,7 @@ class SlotGenerator(Versioned):
         self._to_host = begin_read if self.runs_ahead else torch.Tensor.cpu
         self._context = slot_context(model)
         self._mode = DecodingMode(model, keeps_copies=self._graphs is not None, packs=self.packed_weights)
-        granted = kv_budget_bytes(self.kv_memory, model)
+        granted = self.kv_memory.bytes(free_bytes(policy.device), policy.update_bytes)
         self.budget = KVBudget(granted, self._shape.bytes_per_token, self.prefill_tokens)
 
     def weights(self) -> PolicyWeights:

@@ -12,24 +12,19 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from lit_grpo.memory import free_bytes, in_one_copy, update_bytes
+from lit_grpo.memory import in_one_copy
 from lit_grpo.policy.architecture.attention import ALL, Sight
 from lit_grpo.policy.architecture.states import RowStates, States
 from lit_grpo.rollout.slots.attention import AttentionInputs, KVShape, attention_weights
 from lit_grpo.rollout.slots.kv.shelves import Shelf, ShelfStretch, ShelfWriter
 from lit_grpo.rollout.slots.kv.tables import RowTables
 from lit_grpo.scheduling.layouts import TIGHT, Pieces, piece_sizes, prompt_room, smallest_budget
-from lit_grpo.scheduling.memory_amount import MemoryAmount
 from lit_grpo.types import Request, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 _WIDTH_STEP = 32  # tokens by which more and more of the last pieces is read
 _SLACK, _SLACK_OF_TIGHT = 1.0, 0.25  # what is not used comes and goes, and giving it back copies what is
@@ -425,11 +420,6 @@ class SlotCache:
             start += shelf.width
         assert output is not None
         return output.to(query.dtype).view(rows, heads, 1, -1)
-
-
-def kv_budget_bytes(budget: MemoryAmount, policy: PreTrainedModel) -> int:
-    """Return what ``budget`` comes to on the policy's device."""
-    return budget.bytes(free_bytes(policy.device), update_bytes(policy))
 
 
 class KVBudget:
