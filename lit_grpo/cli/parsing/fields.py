@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, cast, get_args
 
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, _typehints
 from jsonargparse._typehints import ActionTypeHint, get_all_subclass_paths
 
 from lit_grpo.cli.parsing.names import FIELDS
@@ -16,6 +17,8 @@ from lit_grpo.process.inputs import UNREADABLE_YAML
 from lit_grpo.rewards.function import with_function
 
 REWARDS, TEACHER = "model.rewards", "model.teacher"
+_typehints.implements_protocol = cache(_typehints.implements_protocol)
+"""It compiles the modules of both classes at every question, which takes a second or two of a start."""
 
 
 class Field(ActionTypeHint):
