@@ -9,6 +9,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_tokenizer
+from conftest import random_policy, save_tokenizer
 from hand_made import VOCAB_SIZE, random_groups
 from test_teachers import other_policy, rollouts_of, teacher_of
 
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.update.logprobs.teacher import ServerTeacher, TeacherSettings
 
 
@@ -40,6 +42,8 @@ class Served:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if self.path == "/detokenize":
                     return self.answer({"prompt": served.tokenizer.decode(asked["tokens"])})
+                if "prompt_logprobs" not in asked:  # tests say what it samples
+                    return self.answer({"choices": [{}]})
                 with torch.no_grad():
                     ids = torch.tensor([asked["prompt"]])
                     logprobs_TV = served.model(input_ids=ids).logits[0].log_softmax(-1)
@@ -146,6 +150,67 @@ def test_an_answer_without_log_probs_teaches_nothing(served: Served, answer: Any
     served.spoil = lambda path, given: answer
     with pytest.raises(ValueError, match=message):
         teacher.score(unused, rollouts_of(random_groups(served.model, [[0.0]])), lambda value: [value])
+
+
+TOKENS = [3, 4, 1]
+
+
+def completed(served: Served, answer: Any) -> Any:
+    """What a server's teacher makes of an answer to two prefixes, of no token and of two."""
+    served.spoil = lambda path, given: answer if path == "/v1/completions" else given
+    rollouts = rollouts_of(random_groups(other_policy(), [[0.0] * 2]))
+    requests = [
+        replace(each.completion.request, prefix=each.completion.until(2 * place)) for place, each in enumerate(rollouts)
+    ]
+    spec = PolicySpec(random_policy(), served.tokenizer)
+    return requests, connected(served, timeout_s=0.6).complete(requests, spec, 7)
+
+
+def test_what_a_server_samples_follows_each_prefix(served: Served) -> None:
+    answer = {"choices": [{"token_ids": TOKENS, "finish_reason": "stop"}]}
+    requests, found = completed(served, answer)
+    assert found.keys() == {each.key for each in requests}
+    for request in requests:
+        its, number = found[request.key], request.prefix.num_tokens
+        assert its.token_ids_T.tolist() == [*request.prefix.token_ids_T.tolist(), *TOKENS]
+        assert its.versions_T.tolist() == [*request.prefix.versions_T.tolist(), 7, 7, 7]
+        assert its.finish_reason == "stop" and its.num_tokens == number + 3
+
+
+def test_tokens_that_the_policy_does_not_know_complete_nothing(served: Served) -> None:
+    answer = {"choices": [{"token_ids": [3, VOCAB_SIZE], "finish_reason": "stop"}]}
+    assert completed(served, answer)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "reason"),
+    [
+        ([], "stop"),  # nothing
+        ([3] * 1000, "length"),  # more than were asked for
+        ([-1], "stop"),
+        ([True], "stop"),
+        (["3"], "stop"),
+        ([3.0], "stop"),
+        ([None], "stop"),
+        ("34", "stop"),
+        (None, "stop"),
+        (TOKENS, "abort"),  # it was cut off
+        (TOKENS, None),
+    ],
+)
+def test_an_answer_that_is_no_completion_is_refused_in_one_sentence(
+    served: Served, token_ids: Any, reason: Any
+) -> None:
+    with pytest.raises(ValueError, match=r"^model\.teacher\.policy 'http://\S+' gives no tokens: it answers .*\.$"):
+        completed(served, {"choices": [{"token_ids": token_ids, "finish_reason": reason}]})
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"choices": []}, {"choices": [{}]}, [], 3, (400, "too long"), (200, "<html>"), (503, "busy")]
+)
+def test_no_answer_is_refused_in_one_sentence(served: Served, answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"^model\.teacher\.policy 'http://\S+' gives no tokens: .*\.$"):
+        completed(served, answer)
 
 
 def test_log_probs_that_are_not_finite_are_refused(served: Served) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from hand_made import full_logprobs, random_groups, save_policy_for_vllm
 
 from lit_grpo.policy.loading import embeddings, load_policy, load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.update.logprobs.teacher import ServerTeacher, TeacherSettings
 
 pytestmark = pytest.mark.nightly
@@ -71,3 +73,33 @@ def test_its_log_probs_are_those_of_the_model(folder: Path, url: str, top_k: int
             begin = len(rollout.prompt.token_ids) - 1
             expected = model(input_ids=ids).logits[0, begin:-1].log_softmax(-1).topk(top_k)
             assert torch.allclose(its.top_logprobs_TL[:, :top_k], expected.values.detach(), atol=2e-3)
+
+
+def test_it_goes_on_from_prefixes_as_the_model_would(folder: Path, url: str) -> None:
+    model: Any = load_policy(str(folder))
+    tokenizer = load_tokenizer(str(folder))
+    teacher = ServerTeacher(TeacherSettings(url), tokenizer, len(embeddings(model)[0]))
+    (group,) = random_groups(model, [[0.0]])
+    prompt, completion = group.prompt, group.rollouts[0].completion
+    sampling = replace(completion.request.sampling, max_tokens=3, temperature=0.1)  # the teacher's own is 1
+    requests = [
+        replace(completion.request, path=(-1 - number,), prefix=completion.until(2), sampling=sampling)
+        for number in range(200)
+    ]
+    spec = PolicySpec(model, tokenizer)
+    found = teacher.complete(requests, spec, 4)
+    assert found.keys() == {each.key for each in requests}
+    again = teacher.complete(requests[:20], spec, 4)
+    assert all(its.token_ids_T.tolist() == found[key].token_ids_T.tolist() for key, its in again.items())
+    with torch.no_grad():
+        ids = [*prompt.token_ids, *completion.token_ids_T[:2].tolist()]
+        logprobs_V = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1).double()
+    sampled = torch.tensor([int(its.token_ids_T[2]) for its in found.values()])
+    assert all(its.token_ids_T[:2].tolist() == ids[-2:] and its.num_tokens == 3 for its in found.values())
+    assert all(its.versions_T.tolist()[2:] == [4] for its in found.values())
+    mean = float((logprobs_V.exp() * logprobs_V).sum())
+    deviation = float((logprobs_V.exp() * (logprobs_V - mean).square()).sum().sqrt())
+    assert abs(float(logprobs_V[sampled].mean()) - mean) < 4 * deviation / 200**0.5
+    likeliest = float((sampled == logprobs_V.argmax()).double().mean())
+    share = float(logprobs_V.max().exp())
+    assert abs(likeliest - share) < 4 * (share * (1 - share) / 200) ** 0.5

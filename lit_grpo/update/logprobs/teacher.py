@@ -27,7 +27,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import AllGather, Completion, FinishReason, Key, Request, Rollout
+from lit_grpo.types import AllGather, Completion, Key, Request, Rollout
 from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs, log_rest
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings, make_reference
 from lit_grpo.update.plugin import Measure, TeacherScores
@@ -278,8 +278,14 @@ class ServerTeacher:
                 "return_token_ids": True,
             }
             said = self._ask("POST", "/v1/completions", asked)["choices"][0]
-            whole = prefix.followed_by([*map(int, said["token_ids"])], version=version)
-            reason: FinishReason = "stop" if said["finish_reason"] == "stop" else "length"
+            token_ids, reason = said["token_ids"], said["finish_reason"]
+            are_tokens = isinstance(token_ids, list) and all(type(each) is int and each >= 0 for each in token_ids)
+            if not are_tokens or not 0 < len(token_ids) <= asked["max_tokens"] or reason not in ("stop", "length"):
+                raise ValueError(
+                    f"it answers {token_ids!s:.80}, ended by {reason!r}, in place of 1 to {asked['max_tokens']} "
+                    "tokens that end by 'stop' or 'length'"
+                )
+            whole = prefix.followed_by(token_ids, version=version)
             return request.after(whole).ended(reason, spec.text_of(whole.token_ids_T.tolist(), request.prompt))
 
         try:
