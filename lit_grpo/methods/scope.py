@@ -18,8 +18,8 @@ Implemented from the abstract, which has a process reward model as the judge, th
 no code was found. Decided here: a corrected completion joins and does not replace the wrong one, of a group those with
 the longest right beginnings are corrected, and the form of the mask.
 
-Evidence: tokens, advantages and gradients beside the formulas, in ``tests/test_scope.py``; accuracy beside GRPO at equal
-tokens, the teacher's among them, in ``docs/methods.md``.
+Evidence: tokens, advantages and gradients beside the formulas, in ``tests/test_scope.py``; accuracy beside GRPO at
+equal tokens, the teacher's among them, in ``docs/methods.md``.
 
 Example:
     ``model: {teacher: {policy: path/to/a/larger/model}}`` and

@@ -71,6 +71,10 @@ CASES = {
 }
 
 
+LONG_ON_VLLM = pytest.mark.parametrize("case", table_rows(CASES, ["slots"]), indirect=True)
+"""Of tests that take long on an engine of vLLM's, and prove there what others do in less."""
+
+
 @pytest.fixture(scope="module", params=table_rows(CASES, ["slots", "vllm, own head"]))
 def case(request: pytest.FixtureRequest) -> tuple[Any, bool]:
     return CASES[request.param]
@@ -292,6 +296,7 @@ def go_on(generator: Any, requests: Sequence[Request]) -> dict[Any, Completion]:
     return {completion.request.key: completion for completion in finished}
 
 
+@LONG_ON_VLLM
 @pytest.mark.parametrize("temperature", table_rows([1.0, 0.7, 0.0], [0.7]))
 def test_a_completion_cut_at_any_token_and_continued_equals_the_uncut_one(generator: Any, temperature: float) -> None:
     sampling = SamplingParams(temperature, max_tokens=12)
@@ -303,6 +308,7 @@ def test_a_completion_cut_at_any_token_and_continued_equals_the_uncut_one(genera
             check_equal(continued, whole[key])
 
 
+@LONG_ON_VLLM
 def test_a_stop_string_across_the_cut_ends_a_completion(generator: Any) -> None:
     whole = [rollout.completion for rollout in collect(generator, 8) if rollout.completion.num_tokens > 4]
     assert len(whole) > 4
@@ -317,6 +323,7 @@ def test_a_stop_string_across_the_cut_ends_a_completion(generator: Any) -> None:
             check_equal(continued, ended)
 
 
+@LONG_ON_VLLM
 def test_trajectories_of_turns_are_what_they_are_one_by_one(generator: Any, policy: Any) -> None:
     """Turns wait for their answers away from the slots, and come back in another order than they left."""
     sampling = SamplingParams(max_tokens=24, max_observed=12)
@@ -338,6 +345,7 @@ def test_trajectories_of_turns_are_what_they_are_one_by_one(generator: Any, poli
         assert completion.text == alone.text
 
 
+@LONG_ON_VLLM
 def test_requests_that_begin_within_others_are_what_they_would_be_by_themselves(generator: Any, policy: Any) -> None:
     sampling = SamplingParams(max_tokens=24, max_observed=12)
     for seed in range(6, 16):  # on servers the clock decides when a step ends, and so which forks there are

@@ -322,6 +322,7 @@ def test_a_rollout_whose_servers_are_all_stopped_ends_well(
     generator._fleet.restarts = restarts
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_killed_loses_and_doubles_nothing_and_is_started_again(
     generator: Any, policy: Any, expected: dict[Any, list[int]]
 ) -> None:
