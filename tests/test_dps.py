@@ -119,13 +119,13 @@ def test_prompts_that_are_passed_in_part_are_asked_first_and_others_come_again()
         asked.append(name)
     mixed = [int(name.removeprefix("train/")) >= 5 for name in asked]
     assert sum(mixed[10:]) / 50 > 0.9 and len({*asked}) > 5
-    assert chooser.state["learnt_version"] == 59.0 and chooser.state["partly_passed"] == float(mixed[-1])
+    assert chooser.state["trained_version"] == 59.0 and chooser.state["partly_passed"] == float(mixed[-1])
     assert chooser.metrics()["prompts/partly_expected"] > 0.3
 
 
 def test_what_was_expected_is_of_before_the_visit() -> None:
     rule = DynamicsPredictive()
     recent = (Outcome(0, 0.5), Outcome(1, 0.5), Outcome(2, 1.0))
-    state = rule.prompt_state([PROMPT], [Record(3, recent=recent)], {"learnt_version": 1.0})
+    state = rule.prompt_state([PROMPT], [Record(3, recent=recent)], {"trained_version": 1.0})
     assert state["partly_expected"] == pytest.approx(predicted(recent[:2], 2, 0.5)[1]) and not state["partly_passed"]
     assert rule.prompt_state([], [], state) == state

@@ -1,6 +1,7 @@
 """What a person reads is plain English: no word of ``BANNED`` or ``BRITISH`` stands in a docstring,
 comment, message or page."""
 
+import json
 import re
 import tokenize
 from collections.abc import Iterator
@@ -51,12 +52,21 @@ READ = {
     "examples": "*.py",
     "docs": "*.md",
     "configs": "*.yaml",
+    "notebooks": "*.ipynb",
 }
 _BANNED = re.compile(r"\b(?:" + "|".join(f"(?:{word})" for word in BANNED | BRITISH) + r")\b", re.IGNORECASE)
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """The text of a file that a person reads, in pieces with their first lines; of Python, strings and comments."""
+    """The text of a file that a person reads, in pieces with their first lines; of Python, strings and comments.
+
+    Of a notebook it is what its cells say, without what they print, and each begins at its number.
+    """
+    if path.suffix == ".ipynb":
+        yield from (
+            (number, "".join(cell["source"])) for number, cell in enumerate(json.loads(path.read_text())["cells"])
+        )
+        return
     if path.suffix != ".py":
         yield 1, path.read_text()
         return

@@ -75,19 +75,19 @@ class DynamicsPredictive(Plugin):
     ) -> State:
         """The version of the policy after the last batch, and what of that batch was expected and seen."""
         if state is None:
-            return {"learnt_version": -1.0, "partly_expected": 0.0, "partly_passed": 0.0}
+            return {"trained_version": -1.0, "partly_expected": 0.0, "partly_passed": 0.0}
         seen = [record.recent for record in records if record.recent]
         if not seen:
             return state
         return {
-            "learnt_version": float(max(recent[-1].version for recent in seen)),
+            "trained_version": float(max(recent[-1].version for recent in seen)),
             "partly_expected": fmean(self._partly(recent[:-1], state) for recent in seen),
             "partly_passed": fmean(state_of(recent[-1]) == PART for recent in seen),
         }
 
     def _partly(self, recent: Sequence[Outcome], state: State) -> float:
         """The chance that a prompt with these outcomes is passed in part at the update that follows."""
-        return float(predicted(recent, int(state["learnt_version"]) + 1, self.decay)[PART])
+        return float(predicted(recent, int(state["trained_version"]) + 1, self.decay)[PART])
 
 
 def state_of(outcome: Outcome) -> int:
