@@ -375,7 +375,7 @@ class Likeliest(NamedTuple):
     """The distributions that the tokens of a decode step were drawn from, of the requests that it gave a token.
 
     Attributes:
-        keys: The requests.
+        keys: Keys of the requests, in the order of rows.
         token_ids_B: The tokens that were drawn.
         entropies_B: Entropies of the whole distributions, in nats.
         ids_BK: The K likeliest tokens, the likeliest first.

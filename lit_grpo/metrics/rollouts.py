@@ -27,7 +27,7 @@ def rollout_metrics(
 
     Args:
         groups: Of this rank; any of them may have no member.
-        rewards: Theirs.
+        rewards: The rewards of their completions.
         version: The policy's, to tell how stale the tokens are that a policy has sampled.
         ranks: Of the run; all of them call this.
     """

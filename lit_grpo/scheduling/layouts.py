@@ -27,7 +27,7 @@ class KVLayout(Protocol):
 
         Args:
             prompt_tokens: Tokens of their prompts, int64, shape (..., completions).
-            num_tokens: Their own, likewise.
+            num_tokens: Tokens of each completion, of the same shape.
             max_tokens: The most that they can come to, shape (completions,).
         """
         ...

@@ -131,7 +131,7 @@ class LengthPredictor:
 
         Args:
             keys: The jobs; with 0 tokens also groups, a row of ``features`` for all of a group's jobs.
-            num_tokens: One of ``points``.
+            num_tokens: Sampled tokens of each, one of ``points``.
             features: The policy's last hidden state and some scalars, shape (keys, D), of any floating type.
         """
         if num_tokens not in self.points:
@@ -399,9 +399,9 @@ def make_predictor(
     Args:
         prediction_points: Where a user wants it to look; by default at those of ``PREDICTION_POINTS`` below the limit.
         probe: Where completions wait for the others, as a user has said.
-        observed: Where plug-ins look.
+        observed: Numbers of tokens at which plug-ins look at completions.
         min_correlation: From which on predictions are followed.
-        max_tokens: See above.
+        max_tokens: The most tokens that a completion can have.
 
     Raises:
         ValueError: The probe leaves nothing to order.

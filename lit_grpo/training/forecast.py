@@ -52,7 +52,7 @@ class Tower:
     """The figures of a vision tower, and of what projects its features, that decide its memory.
 
     Args:
-        parameters: Its parameters.
+        parameters: Number of its parameters.
         features: Inputs plus outputs of its linear layers.
         kept_bytes: Bytes that a token of an image leaves for the backward pass, if the tower is trained.
         passing_bytes: Bytes of such a token that are taken while images go through without a backward pass.
@@ -128,7 +128,7 @@ class Sizes:
         state_bytes: Bytes of a sequence's recurrent and convolution states in all layers.
         largest_kept_bytes: ``layer_kept_bytes`` of the layer that keeps most, 0 where all are alike.
         vocabulary: Tokens of the vocabulary.
-        tower: The vision tower.
+        tower: The vision tower, if the policy has one.
     """
 
     num_layers: int

@@ -100,7 +100,7 @@ class LayerKernels:
 
         Args:
             query: Shape (rows, query heads x size); a row's numbers are next to one another.
-            key: Likewise.
+            key: Shape (rows, key heads x size), in the same order.
             norms: Weights of their norms, shape (size,), and epsilon.
             tables: Cosine and sine of all positions, shape (positions, size); the sine's first half is negative.
             positions_B: The position of each row, int64.

@@ -134,7 +134,7 @@ class TokenRows:
         """Give each row its token of a step.
 
         Args:
-            step: What has arrived.
+            step: The step whose tokens have arrived.
             points: Numbers of sampled tokens at which the policy's hidden states are observed; 0 is for prompts alone.
 
         Returns:

@@ -246,7 +246,7 @@ def make_queues(spec: str | Plan, lengths: Lengths, num_slots: int, points: Sequ
     tokens are needed anyway; what it costs is taking jobs out of their slots and back.
 
     Args:
-        spec: See :func:`find_plan`.
+        spec: Name or path of the plan, as :func:`find_plan` takes it.
         lengths: What is thought of the lengths; the plan follows it.
         num_slots: Number of slots of the generator.
         points: Numbers of tokens, ascending; none for the plan's queue alone.

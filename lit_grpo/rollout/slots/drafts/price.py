@@ -89,7 +89,7 @@ def choose_drafts(cost: StepCost, rate: float, most: int, tokens_B: np.ndarray, 
     the longest try up to ``most``, and each other row as few as it needs to take no longer.
 
     Args:
-        cost: Of a step.
+        cost: Seconds that the parts of a step take.
         rate: Probability that a drafted token is accepted if those before it were.
         most: The most that a row tries.
         tokens_B: Tokens that each row reads: its prompt and its completion so far.
@@ -116,7 +116,7 @@ class PricedDrafter(SuffixDrafter):
 
     Args:
         num_slots: Completions that decode at a time; while fewer do, none waits for a slot.
-        cost: Of a step.
+        cost: Seconds that the parts of a step take.
         most_tokens: The most tokens that a row tries in a step.
     """
 

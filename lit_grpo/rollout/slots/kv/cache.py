@@ -152,9 +152,9 @@ class SlotCache:
         """Open rows for ``count`` completions of a prompt, of ``num_tokens`` each; return what is to fill them.
 
         Args:
-            prompt: Whose completions.
-            count: How many.
-            num_tokens: Of each.
+            prompt: The prompt that they follow, as it was admitted.
+            count: Number of completions.
+            num_tokens: Tokens of each completion.
             beginnings: What is known of each, as ``copy_completion`` returns it; none by default.
             num_known: The tokens of each beginning.
         """

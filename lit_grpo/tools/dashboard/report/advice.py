@@ -23,7 +23,7 @@ class Curve(NamedTuple):
     """Figures of a metric's values, by quarters of its rows.
 
     Args:
-        number: Number of values.
+        number: Number of values that it has.
         mean: Mean of all values.
         first: Mean of the first quarter.
         last: Mean of the last quarter.
