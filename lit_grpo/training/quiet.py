@@ -38,8 +38,22 @@ WARNINGS = (
 
 
 def silence() -> None:
-    """Silence these messages from now on, and print each other warning in one line."""
-    warnings.formatwarning = _one_line
+    """Silence these messages from now on, and print each other warning once, in one line.
+
+    Python itself forgets what it has told whenever a library changes a filter.
+    """
+    told: set[str] = set()
+
+    def one_line(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        """Leave out the place in our code, which tells the user nothing."""
+        text = f"warning: {visible(str(message))}\n"
+        is_new = text not in told
+        told.add(text)
+        return text if is_new else ""
+
+    warnings.formatwarning = one_line
     for pattern in WARNINGS:
         warnings.filterwarnings("ignore", message=pattern)
     for logger in LOGGERS:
@@ -51,13 +65,6 @@ def silence() -> None:
 def _is_of_a_policy(record: logging.LogRecord) -> bool:
     """Keep back what transformers says of an Idefics3Config without arguments, which it makes to print any other."""
     return "(between 0 and 31999), got 128002" not in record.getMessage()
-
-
-def _one_line(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Leave out the place in our code, which tells the user nothing."""
-    return f"warning: {visible(str(message))}\n"
 
 
 @contextmanager
