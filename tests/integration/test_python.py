@@ -27,6 +27,7 @@ from lit_grpo.data import PromptDataModule
 from lit_grpo.module import GRPOModule
 from lit_grpo.plugins import Listener
 from lit_grpo.policy.loading import load_tokenizer
+from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.rewards import RewardSpec
 from lit_grpo.rewards.function import listed
 from lit_grpo.rollout.slots import SlotGenerator
@@ -312,11 +313,19 @@ def test_an_own_trainer_saves_with_a_checkpoint_of_the_users_and_finds_best_and_
         options["enable_progress_bar"] = False
         return pl.Trainer(**options, max_steps=max_steps, default_root_dir=tmp_path, callbacks=callbacks)
 
+    trained: list[bool] = []
+
+    class Slots(SlotGenerator):
+        def start(self, policy: PolicySpec) -> None:
+            trained.append(policy.trained)
+            super().start(policy)
+
     def parts() -> tuple[GRPOModule, PromptDataModule]:
         sources: Any = {"train": ROWS, "validation": ROWS, "test": ROWS}
         module = GRPOModule(
             str(policy_folder),
             rewards=cast(Any, listed(digits)),
+            generator=Slots(),
             num_generations=2,
             sampling=SamplingParams(max_tokens=3),
             pass_threshold=0.0,
@@ -335,6 +344,7 @@ def test_an_own_trainer_saves_with_a_checkpoint_of_the_users_and_finds_best_and_
     assert module.policy_version == 2
     second.test(module, data, ckpt_path="best", verbose=False)
     assert second.ckpt_path == str(tmp_path / "checkpoints" / "best.ckpt")
+    assert trained == [True, True, False]  # without an update, its memory is the KV cache's
 
 
 LOGGERS_OF_A_USER: dict[str, Any] = {

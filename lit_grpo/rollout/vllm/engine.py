@@ -69,7 +69,7 @@ class VLLMGenerator(EngineGenerator):
     Args:
         num_slots: Number of completions decoded at a time (vLLM's ``max_num_seqs``).
         kv_memory: Max memory of the KV cache: an amount such as ``2.5GiB``, a fraction of the free memory such as
-            ``60%``, or ``auto``, which leaves the memory that gradients, optimizer and update need.
+            ``60%``, or ``auto``, which in ``fit`` leaves the memory that gradients, optimizer and update need.
         sleep_level: GPU memory that the engine frees during the update: 0 nothing, 1 the KV cache, with the weights
             moved to the host, 2 both dropped.
         adapters: Way of sending LoRA adapters: ``merged`` into the weights, all of which are sent at every sync; or
