@@ -78,8 +78,8 @@ class SlotGenerator(Versioned):
         num_slots: Number of completions decoded at a time.
         prefill_tokens: Max number of tokens, including padding, of prompts that are prefilled in one forward pass.
         kv_memory: Max memory of the KV cache: an amount such as ``2.5GiB``, a fraction of the free memory such as
-            ``60%``, or ``auto``, which in ``fit`` leaves the memory that gradients, optimizer and update need. If completions
-            are too long for it, fewer slots are used, and completions are preempted and resumed later.
+            ``60%``, or ``auto``, which in ``fit`` leaves the memory that gradients, optimizer and update need. If
+            completions are too long for it, fewer slots are used, and completions are preempted and resumed later.
         packed_weights: On a CPU, decode float32 weights from copies in oneDNN's layout: products of a few rows take two
             thirds of the time. The copies take the memory of the weights once more while the policy decodes.
         drafts: How many tokens a completion tries ahead in a step, at most. The samples stay the same, in fewer steps,
