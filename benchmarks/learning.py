@@ -61,9 +61,9 @@ def measure(result: str, study: Study, options: Options, program: str, judges: b
         path = ROOT / "docs" / "pictures" / f"{result}.svg"  # which a quick run leaves as it is
         draw(study, found, path if options.output is None else options.output.with_suffix(".svg"))
     settings: Row = {"seeds": len(study.seeds), "threads": 1}
-    settings |= {
-        field: value if isinstance(value, int | float) else str(value) for field, value in study.fields.items()
-    }
+    for field, value in study.fields.items():  # a path would name a place on this machine
+        is_path = isinstance(value, str) and Path(value).is_absolute()
+        settings[field] = Path(value).name if is_path else value if isinstance(value, int | float) else str(value)
     for name, task in study.tasks.items():
         settings |= {f"{field}, {name}": str(value) for field, value in task.fields.items()}
     claims = [claim for bound in study.bounds for claim in _claims(bound, rows)] if judges else []
