@@ -21,6 +21,9 @@ import torch
 from conftest import read_metrics
 from quick_runs import check_result, run_quick
 
+from lit_grpo.data.examples import render_example
+from lit_grpo.data.rendering import PromptRenderer
+from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.named import NAMED, SMOLLM2
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -115,6 +118,12 @@ def test_its_policy_answers_prompts_of_ones_own(run: Path, folder: Path) -> None
     (written,) = run.parent.rglob("completions.jsonl")
     (row,) = {row["prompt_id"]: row for row in map(json.loads, written.read_text().splitlines())}.values()
     assert "Say hello." in row["prompt"] and row["completion"]
+    tokenizer = load_tokenizer(str(run / "policy"))  # another policy can imitate the file as it is
+    example = render_example(PromptRenderer(), tokenizer, row, row["completion"], "all", "row 0")
+    sampled = row["token_ids"] if row["finish_reason"] == "stop" else [*row["token_ids"], tokenizer.eos_token_id]
+    assert example.answer_ids_T.tolist() == sampled
+    chat = PromptRenderer().rendered({"prompt": row["columns"]["prompt"]}, tokenizer)
+    assert list(example.prompt_ids) == list(chat.token_ids)
 
 
 def test_its_export_is_a_folder_of_transformers(run: Path, folder: Path) -> None:
