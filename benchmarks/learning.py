@@ -154,7 +154,7 @@ def _row(study: Study, task: str, name: str, found: Found) -> Row:
         smooth_U = np.convolve(reward_U, np.ones(last) / last, mode="valid")
         row |= {"reward_best": float(np.nanmax(smooth_U)), "reward_final": float(smooth_U[-1])}
         row["reward_fall"] = float(row["reward_best"]) - float(row["reward_final"])
-    row["reward"] = float(np.nanmean(reward_U))
+    row["reward"] = math.nan if np.isnan(reward_U).all() else float(np.nanmean(reward_U))
     for column in ("wall_s", "cpu_s", "samples", "tokens"):
         row[column] = float(mean_curve(seeds, f"{column}_U")[-1])
     row["staleness"] = float(mean_curve(seeds, "staleness_U")[-1])

@@ -236,7 +236,7 @@ def _larger(policy: str, teacher: str, quick: bool, folder: Path) -> Study:
         bounds=tuple(
             Bound(
                 "held-out accuracy at the end at the better rate, over GRPO's at its better one",
-                "final", ">=", 1.0, of=at_rates[name], over=at_rates[GRPO], best=True,
+                "final", ">=", 1.0, of=at_rates[name], over=None if quick else at_rates[GRPO], best=True,
             )
             for name in kinds
             if name != GRPO
@@ -279,7 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with kept_runs("teachers", options) as folder:
             study = _larger(options.policy or "smollm2", asked.teacher, options.quick, folder)
             study = part_of(study, None, asked.system) if asked.system else study
-            return measure(LARGER, study, options, f"teachers {LARGER}", judges=not asked.system)
+            program = f"teachers {LARGER} --teacher {'FOLDER' if Path(asked.teacher).exists() else asked.teacher}"
+            return measure(LARGER, study, options, program, judges=not asked.system)
     config, updates, study = STUDIES[asked.study]
     with kept_runs("teachers", options) as folder:
         words = ["--trainer.max_steps", str(updates), "--model.lr_scheduler.init_args.total_iters", str(updates)]
