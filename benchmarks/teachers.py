@@ -10,9 +10,9 @@ best counts. What it took to make the teacher is not counted.
 beside SDPO, whose teacher is the policy with a right completion of the group in its prompt, and beside GRPO after
 supervised fine-tuning on 200 solved problems. Validation is after every fifth update.
 
-``taught_by_larger``: a policy is taught by a larger one with the same tokenizer (``--policy`` and ``--teacher``), LoRA
-on both ways to learn from it, ``distill`` and ``sft`` on the teacher's greedy answers to the training prompts, and on
-GRPO, which has no teacher. The task is a sum of decimal numbers of reasoning-gym, with answers of about twelve tokens.
+``taught_by_larger``: a policy is taught by a larger one with the same tokenizer (``--policy`` and ``--teacher``), by
+``distill`` or by ``sft`` on the teacher's greedy answers to the training prompts, beside GRPO, which has no teacher.
+All train LoRA adapters. The task is a sum of decimal numbers of reasoning-gym, with answers of about twelve tokens.
 Each is run at two learning rates, around that which served adapters of SmolLM2 best (``lora_word_problems``), and the
 better counts. Tokens are those that were sampled, by the teacher for ``sft``, and its seconds count too.
 

@@ -198,7 +198,7 @@ def test_memory_that_leaves_nothing_for_keys_and_values_is_refused(
     for free in (0, int(4.9 * weights)):  # the update takes four times the weights, the engine its own
         monkeypatch.setattr(vllm_engine, "free_bytes", lambda device, free=free: free)
         with pytest.raises(ValueError, match="kv_memory is auto, which leaves nothing for the KV cache: "):
-            VLLMGenerator().start(PolicySpec(policy, load_tokenizer(str(policy_folder)), trained=True))
+            VLLMGenerator().start(PolicySpec(policy, load_tokenizer(str(policy_folder))))
     monkeypatch.setattr(vllm_engine, "free_bytes", lambda device: 10)
     with pytest.raises(ValueError, match="kv_memory is 5%, which leaves nothing"):
         VLLMGenerator(kv_memory="5%").start(PolicySpec(policy, load_tokenizer(str(policy_folder))))

@@ -49,7 +49,7 @@ class PolicySpec:
     keep_special_tokens: bool = False
     keeps_kv: bool = False
     longest_row: int | None = None
-    trained: bool = False
+    trained: bool = True
 
     @property
     def name(self) -> str:
