@@ -474,7 +474,6 @@ WORD_PROBLEMS_LORA = Study(
             {"trainer.max_steps": 10, "trainer.val_check_interval": 10, "model.lr_scheduler.init_args.total_iters": 10},
         )
     },
-    seeds=(0,),
     bounds=_as_all_weights(0.08, 1, 32),
 )
 """Adapters of all linear layers or of attention alone, at one and ten times the rate of all weights.

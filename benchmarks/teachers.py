@@ -121,7 +121,6 @@ def _smollm2(teacher: Path) -> Study:
     return Study(
         tasks={"word_problems": Task("word_problems", {name: System(of, alone=True) for name, of in kinds.items()})},
         fields=_updates(10, 5),
-        seeds=(0,),
         level=ALMOST,
         bounds=(
             Bound(f"sampled tokens to {ALMOST:.0%} held-out, over GRPO's", f"tokens_to_{ALMOST:g}", "<=", SHARE,
