@@ -64,6 +64,17 @@ def test_an_answer_follows_its_prompt_and_ends_with_the_end_token(policy_folder:
     assert second.answer_ids_T.tolist() == [*ids_of(data, "4"), 1]  # its own end token is not doubled
 
 
+def test_a_completion_that_was_cut_off_does_not_teach_to_end_there(policy_folder: Path, chat_folder: Path) -> None:
+    row = {"prompt": "1+1=", "completion": "2", "gold": "3"}
+    for folder, template in ((policy_folder, False), (chat_folder, True)):
+        rows = {**row, "finish_reason": "stop"}, {**row, "finish_reason": "length"}
+        data = data_of(folder, *rows, chat_template=template)
+        ended, cut_off = data.answered("train", "completion")
+        assert ended.answer_ids_T.tolist() == cut_off.answer_ids_T.tolist() == [*ids_of(data, "2"), 1]
+        assert ended.learned_T.tolist() == [True, True] and cut_off.learned_T.tolist() == [True, False]
+        assert all(example.learned_T.all() for example in data.answered("train", "gold"))  # nobody sampled that one
+
+
 def test_a_chat_template_ends_the_answer_and_its_line_break_is_not_imitated(chat_folder: Path) -> None:
     data = data_of(chat_folder, {"prompt": "1+1=", "solution": "2"}, chat_template=True)
     (example,) = data.answered("train", "solution")

@@ -124,7 +124,8 @@ def render_example(
     """Return the tokens of a row with its answer.
 
     They are the tokens of the whole text. The first of them are those that the prompt has alone, after which the policy
-    is sampled.
+    is sampled. If the answer is the ``completion`` of a row that ``lit_grpo predict`` wrote, and its ``finish_reason``
+    is ``length``, it was cut off: the token that would end it is not imitated.
 
     Args:
         renderer: Renderer of the prompts.
@@ -170,6 +171,8 @@ def render_example(
     if not parts[-1].ends and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(cast(int, tokenizer.eos_token_id))
         learned.append(True)
+    if row.get("finish_reason") == "length" and answer is not None and answer == row.get("completion"):
+        learned[-1] = False
     return Example(place, tuple(tokens[0]), np.array(ids, np.int32), np.array(learned, np.bool_), pictures)
 
 
