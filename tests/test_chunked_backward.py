@@ -71,7 +71,7 @@ def test_and_with_every_kind_of_attention(name: str) -> None:
     assert error(gradient(policy=models[1], plugins=[SeCO(4)]), whole) < 2e-6
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("hybrid", table_rows([False, True], [False]))
 @pytest.mark.parametrize("checkpointing", [True, "selective"])
 def test_and_with_gradient_checkpointing(checkpointing: Any, hybrid: bool) -> None:
     from lit_grpo.update.logprobs.checkpointing import checkpoint_layers

@@ -38,7 +38,7 @@ from lit_grpo.rollout.slots.kv.cache import SlotCache
 from lit_grpo.rollout.slots.rows import TokenRows
 from lit_grpo.types import Completion, Key, Prompt, SamplingParams
 
-QUICK_SEEDS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 84)
+QUICK_SEEDS = (0, 2, 5, 6, 10, 84)
 EOS, VOCAB_SIZE = 1, 35
 __all__ = ["small_pieces"]
 
@@ -181,7 +181,7 @@ def test_memory_that_runs_out_in_a_drafted_step_sets_aside_what_was_told(
     assert num_failed == 2
 
 
-@pytest.mark.parametrize("call", [2, 6])
+@pytest.mark.parametrize("call", table_rows([2, 6], [6]))
 @pytest.mark.parametrize(("owner", "name"), [(Guesses, "draft"), (SlotCache, "roll_back"), (TokenRows, "take_drafted")])
 def test_an_interrupt_in_a_drafted_step_leaves_nothing_in_flight(
     owner: Any, name: str, call: int, generator: SlotGenerator, policies: dict[bool, Any], tokenizer: Any

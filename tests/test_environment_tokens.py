@@ -16,7 +16,7 @@ from lit_grpo.types import Prompt
 from tests.doubles.conversation_check import NUM_CONVERSATIONS, check, wrong
 from tests.doubles.conversations import CHATML, FAMILIES, GENERATORS, Talkative, chat_tokenizer, play, template_of
 
-FEW = ("smollm2", 8)
+FEW = ("smollm2", 4)
 
 
 @pytest.mark.parametrize(

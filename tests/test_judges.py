@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from conftest import table_rows
 from test_reward_runner import make_group, rewards_of
 
 from lit_grpo.policy.loading import load_tokenizer
@@ -514,7 +515,7 @@ SPELLED = json.dumps(KEY)[1:-1]
 HEXADECIMAL = "".join(rf"\u{ord(each):04x}" for each in KEY)
 
 
-@pytest.mark.parametrize("place", [0, 5, 65, 9_990], ids=lambda place: f"after {place} characters")
+@pytest.mark.parametrize("place", table_rows([0, 5, 65, 9_990], [0, 65]), ids=lambda place: f"after {place} characters")
 @pytest.mark.parametrize("spelling", [KEY, SPELLED, HEXADECIMAL, json.dumps(HEXADECIMAL)[1:-1]])
 @pytest.mark.parametrize("kind", ["error", "no JSON", "no text", "reply", "score", "id"])
 def test_a_key_that_the_server_repeats_is_not_shown(

@@ -172,6 +172,7 @@ def test_a_report_of_several_runs_is_beside_the_first_and_nothing_of_a_run_ends_
     assert values[0].startswith("</script><script>") and values[1] == "my/policy" and field == "model.policy"
 
 
+@pytest.mark.nightly
 def test_many_long_runs_are_a_file_of_a_few_megabytes(tmp_path: Path) -> None:
     first = make_run(tmp_path / "run0", updates=1000)
     rows = [{"step": step, "prompt_id": f"train/{step % 50}", "completion": "y" * 9000} for step in range(500)]

@@ -52,7 +52,7 @@ def test_a_run_is_told_in_the_order_of_reading_within_the_width(width: int, tmp_
     assert re.match(r"1\. .*\(docs/\w+\.md, ", advice)
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", table_rows([80, 120], [80]))
 def test_two_runs_are_compared_side_by_side_within_the_width(width: int, tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "one"), make_run(tmp_path / "a_run_with_a_long_name", updates=25)]
     (runs[1] / "config.yaml").write_text((runs[1] / "config.yaml").read_text().replace("my/policy", "another/policy"))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from conftest import table_rows
 from test_loop import FakeGenerator, prompts
 
 from lit_grpo.budgets.foresight import MOST_LEFT, Foresight
@@ -142,7 +143,7 @@ class Odd(Plugin):
         return drawn.randint(-1, 3) if num_rounds < 4 else 0
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", table_rows(range(40), range(12)))
 def test_foresight_changes_nothing_that_is_asked(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = random.Random(seed)
     for name in "abcd":

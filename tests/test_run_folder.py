@@ -4,6 +4,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
+from conftest import table_rows
 
 from lit_grpo.tools.dashboard.tensorboard import tag
 from lit_grpo.training.loggers import make_loggers
@@ -95,7 +96,7 @@ def begin_run(folder: Path, number: int, together: Barrier, at_once: bool) -> No
             together.wait()
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("at_once", table_rows([True, False], [True]))
 def test_twenty_runs_of_one_name_begun_together_have_folders_of_their_own(tmp_path: Path, at_once: bool) -> None:
     context = multiprocessing.get_context("fork")  # which starts at once, without an import
     together = context.Barrier(NUM_RUNS)

@@ -397,7 +397,7 @@ def interrupt(generator: SlotGenerator, owner: Any, name: str, call: int) -> Non
             decode(generator, REQUESTS)
 
 
-@pytest.mark.parametrize("call", [3, 4])
+@pytest.mark.parametrize("call", table_rows([3, 4], [4]))
 @pytest.mark.parametrize("owner", [SlotGenerator, SlotCache, TokenRows])
 def test_an_interrupt_leaves_no_step_in_flight(
     owner: Any, call: int, policies: dict[bool, Any], tokenizer: Any

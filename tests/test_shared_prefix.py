@@ -222,7 +222,7 @@ def test_and_with_groups_split_over_micro_batches(name: str, max_tokens: int) ->
     ("lora", "checkpointing", "name"),
     table_rows(
         itertools.product([False, True], [True, "selective"], QUICK[:-1]),
-        [(True, "selective", "qwen3"), (False, True, "gemma3-mixed"), (True, "selective", "qwen3.5-hybrid")],
+        [(True, "selective", "qwen3"), (False, True, "gemma3-mixed")],
     ),
 )
 def test_and_with_split_groups_checkpointing_and_lora(lora: bool, checkpointing: Any, name: str) -> None:
@@ -300,7 +300,7 @@ def test_a_tree_of_rollouts_has_the_log_probs_and_gradients_of_the_plain_path(na
     ("max_tokens", "checkpointing", "name"),
     table_rows(
         itertools.product([40, 70], [False, True, "selective"], QUICK),
-        [(40, "selective", "qwen3"), (70, False, "gemma3-mixed"), (40, True, "qwen3.5-hybrid")],
+        [(40, "selective", "qwen3"), (70, False, "gemma3-mixed")],
     ),
 )
 def test_and_with_trees_split_over_micro_batches(max_tokens: int, checkpointing: Any, name: str) -> None:
@@ -427,7 +427,7 @@ def random_tree(rng: random.Random) -> Group:
 
 
 @pytest.mark.parametrize("masked_rows", [4, 512])
-@pytest.mark.parametrize("seed", table_rows(range(20), range(8)))
+@pytest.mark.parametrize("seed", table_rows(range(20), range(4)))
 def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
     seed: int, masked_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,7 +460,7 @@ def test_pieces_together_are_one_softmax_over_what_each_token_may_see(
 
 @pytest.mark.parametrize(
     ("window", "cap"),
-    table_rows(itertools.product([None, 1, 5, 100], [None, 1.5]), [(None, 1.5), (1, None), (5, 1.5), (100, None)]),
+    table_rows(itertools.product([None, 1, 5, 100], [None, 1.5]), [(5, 1.5), (100, None)]),
 )
 def test_the_attention_of_gpus_is_the_same_softmax(window: int | None, cap: float | None) -> None:
     everywhere = cap is None

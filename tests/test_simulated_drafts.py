@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import random_policy
+from conftest import random_policy, table_rows
 
 from lit_grpo.methods.plans import find_plan
 from lit_grpo.policy import PolicySpec, load_tokenizer
@@ -90,7 +90,7 @@ def test_prices_decide_and_samples_stay(tmp_path: Path) -> None:
     assert tokens.sum() < sum(map(len, texts)) == plain.work[:, 0].sum()
 
 
-@pytest.mark.parametrize("plan", ["fcfs", "lpt"])
+@pytest.mark.parametrize("plan", table_rows(["fcfs", "lpt"], ["lpt"]))
 @pytest.mark.parametrize("points", [(), (5, 11)])
 @pytest.mark.parametrize("by_price", [False, True])
 def test_steps_are_those_of_the_slots(policy_folder: Path, plan: str, points: tuple[int, ...], by_price: bool) -> None:

@@ -26,6 +26,7 @@ from lit_grpo.training.quiet import quiet
 from lit_grpo.types import SamplingParams
 from tests.doubles.pretend_cuda import GPU, pretend_cuda
 
+pytestmark = pytest.mark.nightly
 Logs = list[dict[str, float]]
 SAME = ("reward", "loss", "grad_norm", "entropy")
 
@@ -91,10 +92,10 @@ def check_alike(actual: Logs, expected: Logs, exact: bool) -> None:
 @pytest.mark.parametrize(
     ("precision", "changes"),
     [
-        pytest.param("32-true", {}, marks=pytest.mark.nightly, id="32-true"),
-        pytest.param("bf16-mixed", {}, marks=pytest.mark.nightly, id="bf16-mixed"),
+        pytest.param("32-true", {}, id="32-true"),
+        pytest.param("bf16-mixed", {}, id="bf16-mixed"),
         pytest.param("bf16-mixed", {"lora": LoraSettings(r=4)}, id="lora"),
-        pytest.param("bf16-mixed", {"gradient_checkpointing": True}, marks=pytest.mark.nightly, id="checkpointing"),
+        pytest.param("bf16-mixed", {"gradient_checkpointing": True}, id="checkpointing"),
     ],
 )
 def test_a_run_resumes_and_learns_as_on_the_cpu(tmp_path: Path, precision: Any, changes: dict[str, Any]) -> None:
@@ -113,7 +114,6 @@ def test_a_run_resumes_and_learns_as_on_the_cpu(tmp_path: Path, precision: Any, 
         assert torch.allclose(one, other, atol=2e-3 if precision == "32-true" else 1e-2)
 
 
-@pytest.mark.nightly
 def test_a_hybrid_without_its_kernels_learns_too_and_the_run_says_what_to_install(tmp_path: Path) -> None:
     logging.Logger.warning_once.cache_clear()  # pyrefly: ignore[missing-attribute]
     with quiet(), warnings.catch_warnings(record=True) as said:

@@ -157,7 +157,7 @@ class Hears(pl.Callback, Listener):
 
 @pytest.mark.parametrize(
     ("agent", "credit"),
-    table_rows([(solve, []), (async_solve, []), (earning, ["mt_grpo"])], [(async_solve, []), (earning, ["mt_grpo"])]),
+    table_rows([(solve, []), (async_solve, []), (earning, ["mt_grpo"])], [(earning, ["mt_grpo"])]),
 )
 def test_an_agent_of_openais_client_trains_on_the_tokens_that_were_sampled(
     agent: Any, credit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

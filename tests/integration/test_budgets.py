@@ -72,7 +72,7 @@ def train(
     return trained, module, data
 
 
-@pytest.mark.parametrize("name", table_rows(RULES, ("greso, balanced, PODS", "poise")))
+@pytest.mark.parametrize("name", table_rows(RULES, ("greso, balanced, PODS",)))
 def test_a_run_with_a_budget_resumes_exactly(policy_folder: Path, tmp_path: Path, name: str) -> None:
     updates = 7
     trained, module, data = train(policy_folder, RULES[name], tmp_path / "whole", updates=updates)

@@ -162,6 +162,7 @@ def logged(rows: list[dict[str, str]], name: str) -> list[float]:
     return [float(row[name]) for row in rows if row.get(name)]
 
 
+@pytest.mark.nightly
 def test_2048_catch_and_sqlite_train(folder: str) -> None:
     prompts = [{"prompt": [{"role": "user", "content": "Play."}], "seed": number} for number in range(4)]
     cases: list[tuple[dict[str, Any], Any, str]] = [

@@ -160,6 +160,7 @@ def test_policies_share_their_random_numbers(tmp_path: Path) -> None:
     assert comparison["sampled"]["p"] == 1.0 and comparison["sampled"]["better"] == comparison["sampled"]["worse"] == 0
 
 
+@pytest.mark.nightly
 def test_tools_are_called_as_in_validate(tmp_path: Path) -> None:
     told = ("--config", "calculator", "--data.validation.init_args.num_rows", "12")
     main([*told, "--samples", "2", "--output", "out"])
@@ -170,6 +171,7 @@ def test_tools_are_called_as_in_validate(tmp_path: Path) -> None:
     assert any(len(line["messages"]) > 2 for line in lines_of(tmp_path / "out"))
 
 
+@pytest.mark.nightly
 def test_figures_of_several_data_sets_are_those_of_validate(tmp_path: Path) -> None:
     """Rows of one have tools and answers, those of the other have neither."""
     rows = [f"--data.validation.init_args.sources.{name}.init_args.num_rows=8" for name in ("exact", "rough")]
@@ -184,6 +186,7 @@ def test_figures_of_several_data_sets_are_those_of_validate(tmp_path: Path) -> N
     }
 
 
+@pytest.mark.nightly
 def test_rows_that_a_policy_cannot_be_asked_are_left_out_for_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

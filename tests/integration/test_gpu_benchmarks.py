@@ -57,6 +57,7 @@ def test_all_stages_for_a_gpu_run_at_a_tiny_size(tmp_path: Path) -> None:
     assert ("vLLM", "4 rows, vLLM", "tokens_per_s") in found and ("vLLM", "4 rows, slots", "tokens_per_s") in found
 
 
+@pytest.mark.nightly
 def test_stages_of_kernels_run_at_a_tiny_size_under_the_pretended_gpu() -> None:
     found: dict[tuple[str, str, str], float] = {}
     outcomes: dict[str, str] = {}

@@ -57,6 +57,7 @@ def test_skyrl_gym(name: str, folder: str) -> None:
     check(rows, "Gsm8k", turns=0 if name == "gsm8k" else 1)
 
 
+@pytest.mark.nightly
 def test_textarena(folder: str) -> None:
     textarena = pytest.importorskip("textarena")
 

@@ -215,6 +215,7 @@ def test_biases_that_vllm_holds_in_another_order_have_arrived(tmp_path: Path) ->
     check_arrival(weights.digests, report.digests)
 
 
+@pytest.mark.nightly
 def test_what_vllm_cannot_start_is_said_in_a_sentence(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     generator = VLLMGenerator(2, kv_memory="8MiB", engine_args={"max_model_len": 64})
