@@ -20,7 +20,18 @@ from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
 from lit_grpo.ranks import Ranks
 from lit_grpo.tasks.arithmetic import Remainder, first_wrong_step, working
-from lit_grpo.types import Completion, GroupBatch, Key, PassRule, Prompt, Request, Rollout, RolloutGroup, alone
+from lit_grpo.types import (
+    AllGather,
+    Completion,
+    GroupBatch,
+    Key,
+    PassRule,
+    Prompt,
+    Request,
+    Rollout,
+    RolloutGroup,
+    alone,
+)
 from lit_grpo.update.plugin import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("exact_norms")
@@ -44,7 +55,9 @@ class Corrector:
     def __init__(self) -> None:
         self.asked: list[Request] = []
 
-    def complete(self, requests: Sequence[Request], spec: PolicySpec, version: int) -> Mapping[Key, Completion]:
+    def complete(
+        self, requests: Sequence[Request], spec: PolicySpec, version: int, all_gather: AllGather
+    ) -> Mapping[Key, Completion]:
         self.asked += requests
         wholes = [each.prefix.followed_by(CORRECTION, version=version) for each in requests]
         return {each.key: each.after(its).ended("stop") for each, its in zip(requests, wholes, strict=True)}

@@ -23,6 +23,7 @@ from test_teachers import other_policy, rollouts_of, teacher_of
 
 from lit_grpo.policy.loading import load_tokenizer
 from lit_grpo.policy.spec import PolicySpec
+from lit_grpo.types import AllGather, alone
 from lit_grpo.update.logprobs.teacher import ServerTeacher, TeacherSettings
 
 
@@ -155,7 +156,7 @@ def test_an_answer_without_log_probs_teaches_nothing(served: Served, answer: Any
 TOKENS = [3, 4, 1]
 
 
-def completed(served: Served, answer: Any) -> Any:
+def completed(served: Served, answer: Any, all_gather: AllGather = alone) -> Any:
     """What a server's teacher makes of an answer to two prefixes, of no token and of two."""
     served.spoil = lambda path, given: answer if path == "/v1/completions" else given
     rollouts = rollouts_of(random_groups(other_policy(), [[0.0] * 2]))
@@ -163,7 +164,7 @@ def completed(served: Served, answer: Any) -> Any:
         replace(each.completion.request, prefix=each.completion.until(2 * place)) for place, each in enumerate(rollouts)
     ]
     spec = PolicySpec(random_policy(), served.tokenizer)
-    return requests, connected(served, timeout_s=0.6).complete(requests, spec, 7)
+    return requests, connected(served, timeout_s=0.6).complete(requests, spec, 7, all_gather)
 
 
 def test_what_a_server_samples_follows_each_prefix(served: Served) -> None:
@@ -175,6 +176,21 @@ def test_what_a_server_samples_follows_each_prefix(served: Served) -> None:
         assert its.token_ids_T.tolist() == [*request.prefix.token_ids_T.tolist(), *TOKENS]
         assert its.versions_T.tolist() == [*request.prefix.versions_T.tolist(), 7, 7, 7]
         assert its.finish_reason == "stop" and its.num_tokens == number + 3
+
+
+def test_a_problem_of_any_rank_ends_all_of_them_with_its_sentence(served: Served) -> None:
+    right, wrong = ({"choices": [{"token_ids": each, "finish_reason": "stop"}]} for each in (TOKENS, []))
+    told = list[str]()
+
+    def gather(problem: Any) -> list[Any]:
+        told.append(problem)
+        return [problem, "of another rank."]
+
+    with pytest.raises(ValueError, match=r"^of another rank\.$"):
+        completed(served, right, gather)
+    with pytest.raises(ValueError, match=r"gives no tokens: it answers \[\]"):
+        completed(served, wrong, gather)
+    assert told[0] == "" and "it answers []" in told[1]  # the other rank gets to know it
 
 
 def test_tokens_that_the_policy_does_not_know_complete_nothing(served: Served) -> None:

@@ -100,7 +100,8 @@ class Scope(TeacherPlugin):
         begins = {request.key: request.prefix.num_tokens for request in requests}
         made = {group.key: RolloutGroup(group.prompt, []) for group in batch.groups}
         num_joined = num_tokens = 0
-        for key, its in self.teacher.complete(requests, self._spec, batch.version).items():
+        completions = self.teacher.complete(requests, self._spec, batch.version, batch.all_gather)
+        for key, its in completions.items():
             new = Rollout(its.request.prompt, its, replayed=True, recompute=True, extra={"right_tokens": begins[key]})
             made[its.request.group].rollouts.append(new)
             num_tokens += its.num_sampled - begins[key]

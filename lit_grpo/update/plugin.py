@@ -12,7 +12,7 @@ import torch
 
 from lit_grpo.limits import Limit
 from lit_grpo.plugins.columns import OF_CANDIDATES, Numbers, Writer, is_list, row_name, shown
-from lit_grpo.types import GroupBatch
+from lit_grpo.types import GroupBatch, alone
 from lit_grpo.update.advantages.functions import EPSILON
 
 if TYPE_CHECKING:
@@ -92,19 +92,23 @@ class Teacher(Protocol):
         """
         ...
 
-    def complete(self, requests: Sequence[Request], spec: PolicySpec, version: int) -> Mapping[Key, Completion]:
+    def complete(
+        self, requests: Sequence[Request], spec: PolicySpec, version: int, all_gather: AllGather = alone
+    ) -> Mapping[Key, Completion]:
         """Return the completions that the teacher samples, by key, each after its prompt and the request's prefix.
 
-        Left out are those with a prompt or prefix that the teacher cannot read, and those that end in tokens that the
-        policy does not know. Sampled tokens have no log-probs of the policy: they are 0, or those of the teacher.
+        All ranks call it together. Left out are those with a prompt or prefix that the teacher cannot read, and those
+        that end in tokens that the policy does not know. Sampled tokens have no log-probs of the policy: they are 0,
+        or those of the teacher.
 
         Args:
             requests: Requests of this rank, with unique keys. ``sampling.max_tokens`` counts the prefix too.
             spec: The policy, whose tokenizer makes the texts.
             version: What the tokens of the teacher have as their policy version.
+            all_gather: Brings values of all ranks together; by default there is one rank.
 
         Raises:
-            ValueError: A server gives no tokens, or slots cannot decode the model.
+            ValueError: A server gives no tokens, or slots cannot decode the model; on every rank.
         """
         ...
 

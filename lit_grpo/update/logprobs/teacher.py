@@ -27,7 +27,7 @@ from lit_grpo.rollout.buffer import RolloutBuffer
 from lit_grpo.rollout.loop import RolloutLoop
 from lit_grpo.rollout.rules import ReleaseRule
 from lit_grpo.rollout.slots.generator import SlotGenerator
-from lit_grpo.types import AllGather, Completion, Key, Request, Rollout
+from lit_grpo.types import AllGather, Completion, Key, Request, Rollout, alone
 from lit_grpo.update.logprobs.forward import LOGITS_PER_CHUNK, head_logprobs, log_rest
 from lit_grpo.update.logprobs.reference import AdapterFreeReference, Reference, ReferenceSettings, make_reference
 from lit_grpo.update.plugin import Measure, TeacherScores
@@ -150,7 +150,9 @@ class ModelTeacher:
             scores[key] = _filled_up(known, own[key])
         return scores
 
-    def complete(self, requests: Sequence[Request], spec: PolicySpec, version: int) -> Mapping[Key, Completion]:
+    def complete(
+        self, requests: Sequence[Request], spec: PolicySpec, version: int, all_gather: AllGather = alone
+    ) -> Mapping[Key, Completion]:
         """Decode in slots, at the teacher's temperature, from all of its tokens."""
         own = {"temperature": self.settings.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         asked = [replace(each, sampling=replace(each.sampling, **own)) for each in _known(requests, self.num_tokens)]
@@ -260,7 +262,9 @@ class ServerTeacher:
             raise ValueError(sentence)
         return scores
 
-    def complete(self, requests: Sequence[Request], spec: PolicySpec, version: int) -> Mapping[Key, Completion]:
+    def complete(
+        self, requests: Sequence[Request], spec: PolicySpec, version: int, all_gather: AllGather = alone
+    ) -> Mapping[Key, Completion]:
         """Ask the server to go on, at temperature 1: a request for each."""
 
         def completed(request: Request) -> Completion:
@@ -288,11 +292,14 @@ class ServerTeacher:
             whole = prefix.followed_by(token_ids, version=version)
             return request.after(whole).ended(reason, spec.text_of(whole.token_ids_T.tolist(), request.prompt))
 
+        problem, completions = "", list[Completion]()
         try:
             with ThreadPoolExecutor(MOST_REQUESTS) as threads:
                 completions = list(threads.map(completed, _known(requests, self.num_tokens)))
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{self._name} gives no tokens: {error or type(error).__name__}.") from error
+            problem = f"{self._name} gives no tokens: {error or type(error).__name__}."
+        for sentence in filter(None, all_gather(problem)):
+            raise ValueError(sentence)
         return {each.request.key: each for each in completions if max(each.sampled_ids) < self.vocab_size}
 
     def _scores(self, row: Rollout, top_k: int) -> TeacherScores:
