@@ -158,6 +158,8 @@ def _run(run: Run, folder: Path, cores: Collection[int]) -> None:
             os.sched_setaffinity(process.pid, cores)
         if process.wait():
             raise RuntimeError(f"{run.name} failed:\n{(folder / 'output.txt').read_text()[-6000:]}")
+    for checkpoints in folder.glob("runs/*/checkpoints"):  # gigabytes each, which nobody goes on from
+        shutil.rmtree(checkpoints)
     (folder / "done").touch()
 
 
