@@ -108,7 +108,7 @@ class Teacher(Protocol):
             all_gather: Brings values of all ranks together; by default there is one rank.
 
         Raises:
-            ValueError: A server gives no tokens, or slots cannot decode the model; on every rank.
+            ValueError: A server gives no tokens, on every rank; or slots cannot decode the model.
         """
         ...
 

@@ -51,7 +51,8 @@ def test_rows_that_come_grow_and_go_attend_as_by_the_shelves(case: str, interpre
     assert interpreted[case] < 1e-5
 
 
-@pytest.mark.parametrize("case", table_rows(PIECES, []))
+@pytest.mark.nightly  # decode steps, below, run through all of them
+@pytest.mark.parametrize("case", PIECES)
 def test_each_kernel_computes_what_torch_does(case: str, interpreted: dict[str, Any]) -> None:
     gaps = interpreted[case]
     assert len(gaps) == 5 and max(gaps.values()) <= (3e-7 if "-float32-" in case else 0)
