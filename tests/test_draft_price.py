@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from conftest import random_policy
 
 from lit_grpo.policy import PolicySpec, load_tokenizer
+from lit_grpo.rollout.generator import StepEvents
 from lit_grpo.rollout.loop import RolloutLoop, RolloutStats
 from lit_grpo.rollout.slots import SlotGenerator
 from lit_grpo.rollout.slots.drafts.price import PricedDrafter, StepCost, TrialDrafter, choose_drafts
@@ -186,18 +189,30 @@ def sampled(generator: SlotGenerator, seed: int = 0) -> tuple[list[list[int]], R
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_price_is_measured_before_the_first_rollout_and_leaves_nothing(policy_folder: Path, ahead: bool) -> None:
-    """As on a GPU: on a CPU nothing is measured, and nothing drafted."""
+def test_a_price_is_measured_before_the_first_rollout_and_leaves_nothing(
+    policy_folder: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: on a CPU nothing is measured, and nothing drafted. By a clock that each step moves by its price."""
     plain = slots(policy_folder, "auto")
     assert plain._drafter is None
     expected, stats = sampled(plain)
     assert stats.num_drafted == 0 and not any("draft" in name or "accepted" in name for name in stats.metrics())
     generator = slots(policy_folder, "auto")
     generator._is_unpriced, generator.runs_ahead = True, ahead
+    price, now_s, timed_step = StepCost(4e-3, 1e-4, 0.0, 5e-4, 6e-5), [0.0], generator.step
+
+    def step() -> StepEvents:
+        events = timed_step()
+        now_s[0] += price.step_s + price.row_s * (events.num_active + events.num_drafted)
+        now_s[0] += (price.wait_s + price.wait_row_s * events.num_active) * (events.num_drafted > 0)
+        return events
+
+    monkeypatch.setattr(generator, "step", step)
+    monkeypatch.setattr("lit_grpo.rollout.slots.drafts.price.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     token_ids, _ = sampled(generator)
     assert token_ids == expected
     drafter = generator._drafter
-    assert isinstance(drafter, PricedDrafter) and drafter.cost.step_s + drafter.cost.row_s > 1e-5
+    assert isinstance(drafter, PricedDrafter) and astuple(drafter.cost) == pytest.approx(astuple(price), abs=1e-9)
     assert not drafter._expected and not generator._rows.requests and not generator._released
     drafter.cost = StepCost(1e-3)
     token_ids, stats = sampled(generator, seed=1)
@@ -242,6 +257,13 @@ def test_a_price_that_cannot_be_measured_is_told_in_one_line(
     with pytest.warns(UserWarning, match=r"^The price of a decode step cannot be measured \(.*no kernel for so many"):
         token_ids, stats = sampled(generator)
     assert token_ids == expected and stats.num_drafted == 0
+
+
+def test_completions_that_end_at_once_leave_no_price(policy_folder: Path) -> None:
+    generator = slots(policy_folder, "auto")
+    generator._is_unpriced, generator._eos_ids = True, np.arange(generator.policy.config.vocab_size)
+    with pytest.warns(UserWarning, match=r"cannot be measured \(ValueError: There are 0 measured steps"):
+        assert all(len(token_ids) == 1 for token_ids in sampled(generator)[0])
 
 
 def test_a_device_that_fails_or_runs_out_of_memory_is_no_price(

@@ -213,8 +213,9 @@ class TrialDrafter(Drafter):
 def measure_cost(generator: Decoder, trial: TrialDrafter, context: int) -> StepCost | None:
     """Time some steps of a generator that drafts by ``trial`` and has nothing in flight, with prompts of its own.
 
-    Sizes are measured one after another, until the timed steps have taken half a second. What is compiled and recorded
-    for them, real steps need too. Returns None, after a warning, if a step cannot be measured; raises what is raised if
+    Sizes are measured one after another, until the timed steps have taken half a second. Completions may end before
+    all steps of a size are done; a step in which none decodes is not counted. What is compiled and recorded for sizes,
+    real steps need too. Returns None, after a warning, if a step cannot be measured; raises what is raised if
     the device failed, or its memory ran out.
     """
     from lit_grpo.policy.architecture.decoder import RUN_FAILURES, raise_device_failure
@@ -240,14 +241,18 @@ def measure_cost(generator: Decoder, trial: TrialDrafter, context: int) -> StepC
                 seconds = time.perf_counter() - began
                 if events.preempted:
                     raise ValueError(events.message)
+                if not events.num_active:
+                    break
                 queries, drafts = events.num_active + events.num_drafted, int(events.num_drafted > 0)
                 steps.append([seconds, 1, queries, queries * (length + number), drafts, drafts * events.num_active])
             generator.release([prompt])
             generator.abort(keys)
-            measured.append(np.median(steps[_SKIPPED:], axis=0))
+            if steps[_SKIPPED:]:
+                measured.append(np.median(steps[_SKIPPED:], axis=0))
+        measured_N6 = np.array(measured).reshape(-1, 6)
+        return StepCost.fit(measured_N6[:, 1:], measured_N6[:, 0])
     except RUN_FAILURES as error:
         raise_device_failure(error)
         generator.abort(keys)
         Ranks().warn(f"The price of a decode step cannot be measured ({error_text(error)}), so no drafts are tried.")
         return None
-    return StepCost.fit(np.array(measured)[:, 1:], np.array(measured)[:, 0])
