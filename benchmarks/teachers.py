@@ -13,8 +13,9 @@ supervised fine-tuning on 200 solved problems. Validation is after every fifth u
 ``taught_by_larger``: a policy is taught by a larger one with the same tokenizer (``--policy`` and ``--teacher``), by
 ``distill`` or by ``sft`` on the teacher's greedy answers to the training prompts, beside GRPO, which has no teacher.
 All train LoRA adapters. The task is a sum of decimal numbers of reasoning-gym, with answers of about twelve tokens.
-Each is run at two learning rates, around that which served adapters of SmolLM2 best (``lora_word_problems``), and the
-better counts. Tokens are those that were sampled, by the teacher for ``sft``, and its seconds count too.
+Each is run at two learning rates, around that which served adapters of SmolLM2 best (``lora_word_problems``), GRPO at
+a lower one too, and the best counts. Tokens are those that were sampled, by the teacher for ``sft``, and its seconds
+count too.
 
 ``distill_vs_trl``: an update from finished completions to changed weights, with the teacher's scoring, on the same
 tokens, policies and memory switches: ours is a fit of GRPOModule with ``distill``, TRL's is DistillationTrainer's own
@@ -154,7 +155,7 @@ def _updates(number: int, every: int) -> dict[str, Any]:
 
 # ---- a larger teacher --------------------------------------------------------------------------------
 
-LARGER, LORA_RATES = "taught_by_larger", (1e-4, 3e-4)
+LARGER, LORA_RATES, GRPO_RATES = "taught_by_larger", (1e-4, 3e-4), (3e-5, 1e-4, 3e-4)
 SUMS = {"tasks": '["decimal_chain_sum"]', "levels": "0"}
 SUMS_TOKENS = {"model.sampling.max_tokens": 24, "model.eval_sampling.max_tokens": 24}
 SCORE = {"function": "lit_grpo.tasks.ReasoningGymScore", "name": "score"}
@@ -212,12 +213,13 @@ def _larger(policy: str, teacher: str, quick: bool, folder: Path) -> Study:
         "distill:top_k=32": System(_taught(Path(teacher), "distill:top_k=32") | logged),
         IMITATION: System({PLUGINS: json.dumps([{"sft": imitates}])}, before=(tokens, seconds)),
     }
+    rates = {name: LORA_RATES[:1] if quick else GRPO_RATES if name == GRPO else LORA_RATES for name in kinds}
+    at_rates = {name: tuple(f"{name}, {rate:g}" for rate in each) for name, each in rates.items()}
     systems = {
-        f"{name}, {rate:g}": replace(of, fields=of.fields | {RATE: rate})
-        for rate in (LORA_RATES[:1] if quick else LORA_RATES)
-        for name, of in kinds.items()
+        name: replace(kinds[kind], fields=kinds[kind].fields | {RATE: rate})
+        for kind, each in rates.items()
+        for name, rate in zip(at_rates[kind], each, strict=True)
     }
-    at_rates = {name: tuple(f"{name}, {rate:g}" for rate in LORA_RATES) for name in kinds}
     fields = {
         f"data.{part}.init_args.{name}": value for part in ("train", "validation") for name, value in SUMS.items()
     }
@@ -234,7 +236,7 @@ def _larger(policy: str, teacher: str, quick: bool, folder: Path) -> Study:
         picture=("tokens", "seconds"),
         bounds=tuple(
             Bound(
-                "held-out accuracy at the end at the better rate, over GRPO's at its better one",
+                "held-out accuracy at the end at the better rate, over GRPO's at its best",
                 "final", ">=", 1.0, of=at_rates[name], over=None if quick else at_rates[GRPO], best=True,
             )
             for name in kinds
