@@ -44,7 +44,7 @@ def run_quick(
 def check_result(result: dict[str, Any], name: str) -> None:
     """What every result file holds, and what none may."""
     assert result["name"] == name.split()[-1]
-    assert result["command"].startswith(f"python -m benchmarks.{name} --quick")
+    assert result["command"].startswith(f"python -m benchmarks.{name} ") and " --quick" in result["command"]
     assert result["date"] == datetime.date.today().isoformat()
     assert result["commit"] == "unknown" or len(result["commit"]) == 40
     assert isinstance(result["dirty"], bool)

@@ -80,7 +80,7 @@ class Tower:
         vision = Vision(outline, tokenizer, resolve_policy(policy), mutual_of(outline))
         (one, whole), (two, _) = (_of_towers(config, vision, depth, demand) for depth in (1, 2))
         text, image = config.get_text_config(), small_image()
-        head = 0 if text.tie_word_embeddings else text.vocab_size * text.hidden_size  # which Sizes has
+        head = 0 if _ties_head(text) else text.vocab_size * text.hidden_size  # which Sizes has
         pixels = sum(each.nbytes for each in vision.pixels(Pictures((image,), b"")).values())
         return cls(
             parameters=outline.num_parameters() - decoder_of(outline).num_parameters() - head,
@@ -88,6 +88,11 @@ class Tower:
             kept_bytes=one + (tower_depth(config) - 1) * (two - one) + demand.checkpointing * whole,
             passing_bytes=whole + pixels / vision.tokens_of(image).count(vision.feature_token),
         )
+
+
+def _ties_head(text: Any) -> bool:
+    """Whether a text model built from this configuration alone has a tied head; Qwen2.5-VL's says nothing about it."""
+    return bool(getattr(text, "tie_word_embeddings", False))
 
 
 def _of_towers(config: Any, vision: Vision, depth: int, demand: Demand) -> tuple[float, float]:
@@ -165,7 +170,7 @@ class Sizes:
         heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None) or 1
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", heads)
         key_size, value_size = (getattr(text, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
-        tables = 1 if text.tie_word_embeddings else 2
+        tables = 1 if _ties_head(text) else 2
         added_rows = tables * (text.vocab_size - VOCABULARY) * text.hidden_size
         return cls(
             num_layers=text.num_hidden_layers,
