@@ -29,6 +29,7 @@ STANDS_FOR = {
     "Qwen/Qwen3-0.6B": "own_model",  # no network
     "NAME": "arithmetic",
     "CONFIG.yaml": "trl.yaml",
+    "benchmarks/traces/": f"{ROOT}/benchmarks/traces/",
     "FOLDER": "folder_of_a_checkpoint",
     "...": "own_task",
 }
