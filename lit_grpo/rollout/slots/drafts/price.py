@@ -250,6 +250,8 @@ def measure_cost(generator: Decoder, trial: TrialDrafter, context: int) -> StepC
             if steps[_SKIPPED:]:
                 measured.append(np.median(steps[_SKIPPED:], axis=0))
         measured_N6 = np.array(measured).reshape(-1, 6)
+        if not measured_N6[:, 4].any():
+            raise ValueError("completions ended before a step with drafts was timed")
         return StepCost.fit(measured_N6[:, 1:], measured_N6[:, 0])
     except RUN_FAILURES as error:
         raise_device_failure(error)
