@@ -91,7 +91,7 @@ class Tower:
 
 
 def _ties_head(text: Any) -> bool:
-    """Whether a text model built from this configuration alone has a tied head; Qwen2.5-VL's says nothing about it."""
+    """Return whether a text model of this configuration alone has a tied head; Qwen2.5-VL's says nothing about it."""
     return bool(getattr(text, "tie_word_embeddings", False))
 
 
