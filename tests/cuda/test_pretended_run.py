@@ -118,7 +118,7 @@ def test_a_hybrid_without_its_kernels_learns_too_and_the_run_says_what_to_instal
     logging.Logger.warning_once.cache_clear()  # pyrefly: ignore[missing-attribute]
     with quiet(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        warm = SamplingParams(max_tokens=16, temperature=2.0)  # or all completions of a group begin alike
+        warm = SamplingParams(max_tokens=16, temperature=2.0)  # cooler, all completions of a group are the same
         whole, _ = run(loaded("tiny_hybrid"), tmp_path / "cpu", "cpu", "32-true", 1, sampling=warm)
         policy = loaded("tiny_hybrid")
         assert not any("pip install" in str(each.message) for each in said)

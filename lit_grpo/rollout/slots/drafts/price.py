@@ -214,9 +214,9 @@ def measure_cost(generator: Decoder, trial: TrialDrafter, context: int) -> StepC
     """Time some steps of a generator that drafts by ``trial`` and has nothing in flight, with prompts of its own.
 
     Sizes are measured one after another, until the timed steps have taken half a second. Completions may end before
-    all steps of a size are done; a step in which none decodes is not counted. What is compiled and recorded for sizes,
-    real steps need too. Returns None, after a warning, if a step cannot be measured; raises what is raised if
-    the device failed, or its memory ran out.
+    all steps of a size are done; a step in which none decodes is not counted. What is compiled and recorded for these
+    sizes, real steps need too. Returns None, after a warning, if a step cannot be measured, or none with drafts is;
+    raises what is raised if the device failed, or its memory ran out.
     """
     from lit_grpo.policy.architecture.decoder import RUN_FAILURES, raise_device_failure
     from lit_grpo.process.terminal import error_text
